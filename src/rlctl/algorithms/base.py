@@ -1,0 +1,35 @@
+"""What an algorithm is: advantages, loss weights and a token loss. It never mentions a rank, a microbatch or padding.
+
+An algorithm's file defines `Algorithm` (this protocol), and `Config` with two dataclasses, `grpo` (its part of the recipe's
+`grpo.*`, such as the baseline) and `loss_fn`, whose defaults live there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from rlctl.lazy import torch
+from rlctl.types import Batch, Metric, TokenOutputs
+
+Need = Literal["old", "ref", "entropy", "values"]
+
+
+class AlgorithmProtocol(Protocol):
+    """One RL algorithm, built as `Algorithm(config)`."""
+
+    needs: frozenset[Need]
+    """What must be computed before the loss: old or ref logprobs; or with it: entropy, values."""
+    unit: Literal["sequence", "group"]
+    """What is never split over microbatches."""
+
+    def advantages(self, batch: Batch) -> torch.Tensor:
+        """[N] f32; zero outside the mask."""
+        ...
+
+    def loss_weights(self, minibatch: Batch) -> torch.Tensor:
+        """[N] f32: computed once per optimizer step over the global minibatch. The loss is sum(loss_weights * token_loss)."""
+        ...
+
+    def loss(self, batch: Batch, out: TokenOutputs) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The token loss [N], differentiable in `out.logprobs`, and metrics. `batch` is any subset of whole sequences."""
+        ...

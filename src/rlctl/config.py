@@ -1,0 +1,210 @@
+"""The recipe: dataclasses of the common sections and their defaults. No logic.
+
+Section and key names follow NeMo RL. An algorithm's, environment's or engine's own options live in its own file's `Config`;
+recipe/compose.py merges them here: `grpo.*` = `Steps` + the algorithm's `Config.grpo`; `loss_fn.*` = the algorithm's `Config.loss_fn`;
+`env.<name>.*` = the environment's `Config`; `policy.generation.vllm_cfg.*` = the vllm engine's `Config`.
+A default of None means derived (recipe/derive.py), and shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(kw_only=True)
+class Tokenizer:
+    """Default: the model's own tokenizer and chat template."""
+
+    name: str | None = None
+    chat_template: str | None = None
+    """A Jinja template or a file that holds one; needed for a base model without template."""
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """One optimizer for both backends: AdamW with fp32 state; biases and norms are not decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(kw_only=True)
+class Scheduler:
+    """Learning rate by step; advances once per step (rollout phase), not per update, and never looks at max_num_steps."""
+
+    warmup_steps: int = 0
+    warmup_init_lr: float = 0.0
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int | None = None
+    """Steps after warm-up until `min_lr`; required unless constant."""
+
+
+@dataclass(kw_only=True)
+class SequencePacking:
+    """Whole sequences share one microbatch up to a hard token budget."""
+
+    enabled: bool = True
+    train_mb_tokens: int | None = None
+    """Tokens in a training microbatch; derived: max_total_sequence_length * train_micro_batch_size."""
+    logprob_mb_tokens: int | None = None
+
+
+@dataclass(kw_only=True)
+class MegatronConfig:
+    """Megatron-Core. Degrees: None = derived."""
+
+    enabled: bool = False
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool | None = None
+    """Derived: on with tensor parallelism."""
+
+
+@dataclass(kw_only=True)
+class DTensorConfig:
+    """PyTorch FSDP2 and DTensor tensor parallelism over transformers' own model. `enabled` None = when Megatron is off."""
+
+    enabled: bool | None = None
+    tensor_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """How rollouts are generated. `vllm_cfg` is the vllm engine's Config, typed there."""
+
+    backend: Literal["vllm", "transformers"] | None = None
+    """Derived: transformers for toy models (under 20M parameters) and where vLLM is absent, else vllm."""
+    max_new_tokens: int | None = None
+    """Derived: what max_total_sequence_length leaves after the prompt."""
+    temperature: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    vllm_cfg: Any = None
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Free-form: passed to vllm.LLM as they are."""
+
+
+@dataclass(kw_only=True)
+class PolicySection:
+    """The model, how it is trained and how it generates."""
+
+    model_name: str | None = None
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    """Free-form: patched into the Hugging Face config."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    max_total_sequence_length: int = 512
+    """Prompt and response."""
+    train_global_batch_size: int | None = None
+    """Sequences in an optimizer update; derived: all of the step's."""
+    train_micro_batch_size: int = 4
+    logprob_batch_size: int | None = None
+    """Sequences in a forward-only microbatch; derived: train_micro_batch_size."""
+    max_grad_norm: float = 1.0
+    activation_checkpointing: bool = False
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    sequence_packing: SequencePacking = field(default_factory=SequencePacking)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
+    generation: Generation = field(default_factory=Generation)
+
+
+@dataclass(kw_only=True)
+class Steps:
+    """`grpo.*`: the step counts that every RL algorithm reads."""
+
+    num_prompts_per_step: int = 32
+    num_generations_per_prompt: int = 16
+    max_num_steps: int = 1_000_000
+    max_num_epochs: int = 1
+    seed: int = 42
+
+
+@dataclass(kw_only=True)
+class Data:
+    """Own prompts. Without `train_path`, the environment brings its own."""
+
+    train_path: str | None = None
+    """JSONL or parquet; one prompt a row."""
+    input_key: str = "question"
+    """Column with the prompt: text, or a list of {role, content} messages."""
+    output_key: str | None = None
+    """Column with the reference answer; optional: the reward sees the whole row."""
+    system_prompt: str | None = None
+    max_input_seq_length: int | None = None
+    """Longer prompts are dropped at load, with their count; derived: max_total_sequence_length - 1."""
+    shuffle: bool = True
+
+
+@dataclass(kw_only=True)
+class Env:
+    """What rewards. `options` (written `env.<name>.key`) is the environment's Config, typed in its file."""
+
+    name: str | None = None
+    """A file in envs/; derived: `function` when `reward` is given."""
+    reward: str | None = None
+    """`file.py:function` of (prompt, completion, row) -> float or {part: float}."""
+    reward_style: Literal["rlctl", "trl", "verl"] = "rlctl"
+    reward_timeout_seconds: float = 30.0
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward part; 1.0 where not named."""
+    options: Any = None
+
+
+@dataclass(kw_only=True)
+class Checkpointing:
+    """What is saved, and when."""
+
+    enabled: bool = True
+    save_period: int = 10
+    """Steps between checkpoints; the last step is always saved."""
+    save_hf: bool = True
+    """Export the final policy to `hf/`, loadable by transformers and vLLM."""
+
+
+@dataclass(kw_only=True)
+class Logger:
+    """Metric sinks besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    rollouts_period: int = 1
+    """Steps between rollout dumps; 0 = none."""
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """Processes. `procs` counts them on a host without GPUs."""
+
+    num_nodes: int = 1
+    gpus_per_node: int | None = None
+    """Derived: the GPUs of this machine; experiment recipes set it."""
+    procs: int | None = None
+    launcher: Literal["local", "env"] = "local"
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A resolved recipe, as written to the run directory's recipe.yaml. `algorithm` names a file in algorithms/."""
+
+    rlctl_recipe: int = 1
+    algorithm: str = "grpo"
+    policy: PolicySection = field(default_factory=PolicySection)
+    grpo: Steps = field(default_factory=Steps)
+    loss_fn: Any = None
+    advantage: Any = None
+    """The algorithm's part of `grpo.*`; not written by users under this name."""
+    data: Data = field(default_factory=Data)
+    env: Env = field(default_factory=Env)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    logger: Logger = field(default_factory=Logger)
+    cluster: Cluster = field(default_factory=Cluster)
+    run_dir: str | None = None

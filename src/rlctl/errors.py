@@ -1,0 +1,32 @@
+"""The one exception that a user meets: what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+USAGE = 2  # wrong whatever the machine: keys, types, names, paths, refused input
+ENVIRONMENT = 3  # depends on sizes or the machine: divisibility, memory, disk, devices, packages
+CHECK_FAILED = 4  # a verification, self-check or parity check failed
+INTERRUPTED = 130
+
+
+class RlctlError(Exception):
+    """A mistake that the user can mend.
+
+    Args:
+        message: Names the value and the limit, without a final period.
+        hint: Names the mend.
+        exit_status: 1 job or I/O, 2 usage, 3 sizes or machine, 4 a check failed.
+    """
+
+    def __init__(self, message: str, hint: str, *, exit_status: int = USAGE) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_status = exit_status
+
+    def __reduce__(self) -> tuple:
+        """Pickle by fields, so that a worker's error reaches the launcher whole."""
+        return _rebuild, (self.message, self.hint, self.exit_status)
+
+
+def _rebuild(message: str, hint: str, exit_status: int) -> RlctlError:
+    return RlctlError(message, hint, exit_status=exit_status)

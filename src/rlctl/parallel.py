@@ -1,0 +1,90 @@
+"""Parallel degrees and every product check: pure, so that a recipe is judged before any process starts.
+
+Ranks are laid out as Megatron does it: tp varies fastest, then cp, then dp, then pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.errors import ENVIRONMENT, RlctlError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of one training job, e.g. Layout(world=8, tp=2, sp=True) has dp 4."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sp: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: world / (tp * pp * cp)."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def pad_unit(self) -> int:
+        """Tokens of a sequence are padded to a multiple of this: 2*cp for the zigzag split, times tp for sequence parallelism."""
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sp else 1)
+
+    def __str__(self) -> str:
+        parts = [f"dp{self.dp}", f"tp{self.tp}" + ("+sp" if self.sp else "")]
+        parts += [
+            f"{name}{n}" for name, n in (("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", self.etp)) if n > 1
+        ]
+        return " ".join(parts)
+
+
+def check(layout: Layout, hf_config: dict[str, Any]) -> None:
+    """Refuse a layout that does not divide the world or the model.
+
+    Args:
+        layout: the degrees.
+        hf_config: the model's config.json as a dict.
+
+    Raises:
+        RlctlError: exit status 3, naming the product or the dimension and the degrees that would do.
+    """
+    product = layout.tp * layout.pp * layout.cp
+    if layout.world % product:
+        raise RlctlError(
+            f"{layout.world} processes do not divide by tp {layout.tp} * pp {layout.pp} * cp {layout.cp} = {product}",
+            f"use a multiple of {product} processes, or smaller degrees",
+            exit_status=ENVIRONMENT,
+        )
+    heads, groups = (
+        hf_config["num_attention_heads"],
+        hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
+    )
+    layers, experts = hf_config["num_hidden_layers"], num_experts(hf_config)
+    for what, size, degree, name in (
+        ("attention heads", heads, layout.tp, "tensor"),
+        ("key-value heads", groups, layout.tp, "tensor"),
+        ("layers", layers, layout.pp, "pipeline"),
+        ("experts", experts, layout.ep, "expert"),
+    ):
+        if size % degree or (not size and degree > 1):
+            fits = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0) or "1"
+            raise RlctlError(
+                f"{size} {what} do not divide by {name}-parallel size {degree}",
+                f"choose a {name}-parallel size of {fits}",
+                exit_status=ENVIRONMENT,
+            )
+    expert_product = layout.etp * layout.ep * layout.pp
+    if experts and layout.world % expert_product:
+        raise RlctlError(
+            f"{layout.world} processes do not divide by etp {layout.etp} * ep {layout.ep} * pp {layout.pp} = {expert_product}",
+            "lower the expert-parallel size",
+            exit_status=ENVIRONMENT,
+        )
+
+
+def num_experts(hf_config: dict[str, Any]) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    return int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)

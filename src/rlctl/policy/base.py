@@ -1,0 +1,76 @@
+"""What a training backend is. Every rank calls each method with the same batch; the backend alone knows ranks, padding and microbatches.
+
+A backend's file defines `Policy`, built as `Policy(recipe, model_dir)` inside an initialised process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from rlctl.algorithms.base import AlgorithmProtocol
+from rlctl.types import Batch, TokenOutputs
+
+Offloadable = Literal["optimizer", "weights", "all"]
+
+
+class WeightSource(Protocol):
+    """The policy's current weights under their Hugging Face names; whole tensors, whatever the layout."""
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, in the order `whole` gives them. No communication."""
+        ...
+
+    def whole(
+        self, bucket_bytes: int = 1 << 28, to: Literal["all"] | int = "all"
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Buckets of whole tensors. Collective: every rank must exhaust it; ranks that do not receive get empty lists."""
+        ...
+
+
+class PolicyProtocol(Protocol):
+    """A model that is trained."""
+
+    def forward(
+        self, batch: Batch, weights: Literal["policy", "reference"] = "policy", outputs: tuple[str, ...] = ("logprobs",)
+    ) -> TokenOutputs:
+        """Logprobs (and entropy) [N] of the batch's masked tokens, without gradient; the same on every rank."""
+        ...
+
+    def train_step(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
+        """One optimizer update on a minibatch whose `advantages` and `loss_weights` are set.
+
+        Returns:
+            The same on every rank: loss, grad_norm, and each of the algorithm's metrics, reduced as declared.
+        """
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the updates to come."""
+        ...
+
+    def weights(self) -> WeightSource:
+        """The current weights."""
+        ...
+
+    def state(self) -> TrainState:
+        """What a checkpoint must hold."""
+        ...
+
+    def offload(self, what: Offloadable) -> None:
+        """Move off the accelerator; idempotent. A no-op on a host."""
+        ...
+
+    def onload(self, what: Offloadable) -> None:
+        """The reverse of `offload`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """This rank's part of the training state: tensors and scalars by name, in this layout."""
+
+    local: Mapping[str, Any]
