@@ -1,13 +1,14 @@
 """THE place that knows whether the hardware is CUDA or the host's CPU. Everything else asks here.
 
-On a host without CUDA, Megatron-Core runs unmodified once its "cuda" device becomes the CPU: `install_megatron_host` wraps tensor
-constructors and a few torch.cuda entry points (no global mode: a TorchFunctionMode is off inside its own handler, and so under
-backward hooks). It returns at once where CUDA is available.
+On a host without CUDA, Megatron-Core runs unmodified once its "cuda" device becomes the CPU: `install_megatron_host`
+wraps tensor constructors and a few torch.cuda entry points (no global mode: a TorchFunctionMode is off inside its own
+handler, and so under backward hooks). It returns at once where CUDA is available.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import random
@@ -72,7 +73,7 @@ def prepare_process() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in the trainer's process
     if probe().gpus == 0:
-        # Dynamo: Megatron decorates functions with torch.compile at import, and vLLM compiles a helper at its first token.
+        # Megatron applies torch.compile at import, and vLLM at its first token.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -154,7 +155,8 @@ def _wrap(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_tensors() -> None:
     """Constructors, moves, and the type names that Megatron's optimizers compare as strings."""
-    for owner, names in ((torch, _CONSTRUCTORS["torch"]), (torch.Tensor, _CONSTRUCTORS["Tensor"])):
+    module = importlib.import_module("torch")  # the real one: an attribute set on the lazy proxy would stay there
+    for owner, names in ((module, _CONSTRUCTORS["torch"]), (torch.Tensor, _CONSTRUCTORS["Tensor"])):
         for name in names.split():
             setattr(owner, name, _wrap(getattr(owner, name)))
     to, type_ = torch.Tensor.to, torch.Tensor.type
@@ -206,6 +208,7 @@ def _patch_cuda_module() -> None:
 
 def _patch_megatron() -> None:
     """What looks behind torch.cuda, and the optimizer that Megatron expects from Transformer Engine."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random as megatron_random
@@ -249,7 +252,7 @@ def _fused_adam() -> type:
             super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 group["step"] = group["step"] + 1 if "step" in group else 1
                 params = [p for p in group["params"] if p.grad is not None]

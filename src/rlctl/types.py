@@ -2,7 +2,8 @@
 
 Shape legend: B sequences, P prompts, G group size (B = P * G), N tokens of all sequences, V vocabulary.
 Token data is one packed stream `[N]` plus `offsets [B+1]`; padding exists only inside a backend.
-Token-aligned means: entry t describes token t given those before it in its sequence. A sequence's first token is never in `mask`.
+Token-aligned means: entry t describes token t given those before it in its sequence. A sequence's first token is
+never in `mask`.
 """
 
 from __future__ import annotations
