@@ -1,9 +1,9 @@
 """The recipe: dataclasses of the common sections and their defaults. No logic.
 
-Section and key names follow NeMo RL. An algorithm's, environment's or engine's own options live in its own file's `Config`;
-recipe/compose.py merges them here: `grpo.*` = `Steps` + the algorithm's `Config.grpo`; `loss_fn.*` = the algorithm's `Config.loss_fn`;
-`env.<name>.*` = the environment's `Config`; `policy.generation.vllm_cfg.*` = the vllm engine's `Config`.
-A default of None means derived (recipe/derive.py), and shown.
+Section and key names follow NeMo RL. An algorithm's, environment's or engine's own options live in its own file's
+`Config`; recipe/compose.py merges them here: `grpo.*` = `Steps` + the algorithm's `Config.grpo`; `loss_fn.*` = the
+algorithm's `Config.loss_fn`; `env.<name>.*` = the environment's `Config`; `policy.generation.vllm_cfg.*` = the vllm
+engine's `Config`. A default of None means derived (recipe/derive.py), and shown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Optimizer:
 
 @dataclass(kw_only=True)
 class Scheduler:
-    """Learning rate by step; advances once per step (rollout phase), not per update, and never looks at max_num_steps."""
+    """Learning rate by step; advances once per step (rollout phase) and never looks at max_num_steps."""
 
     warmup_steps: int = 0
     warmup_init_lr: float = 0.0
@@ -70,7 +70,7 @@ class MegatronConfig:
 
 @dataclass(kw_only=True)
 class DTensorConfig:
-    """PyTorch FSDP2 and DTensor tensor parallelism over transformers' own model. `enabled` None = when Megatron is off."""
+    """PyTorch FSDP2 and DTensor over transformers' own model. `enabled` None = when Megatron is off."""
 
     enabled: bool | None = None
     tensor_parallel_size: int | None = None

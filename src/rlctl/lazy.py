@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch as torch
+    import torch
     import torch.distributed as dist
 else:
 

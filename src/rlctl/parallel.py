@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def pad_unit(self) -> int:
-        """Tokens of a sequence are padded to a multiple of this: 2*cp for the zigzag split, times tp for sequence parallelism."""
+        """Sequences are padded to a multiple of this: 2*cp for the zigzag split, times tp with sequence parallelism."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sp else 1)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def check(layout: Layout, hf_config: dict[str, Any]) -> None:
     expert_product = layout.etp * layout.ep * layout.pp
     if experts and layout.world % expert_product:
         raise RlctlError(
-            f"{layout.world} processes do not divide by etp {layout.etp} * ep {layout.ep} * pp {layout.pp} = {expert_product}",
+            f"{layout.world} processes do not divide by etp {layout.etp} * ep {layout.ep} * pp {layout.pp}",
             "lower the expert-parallel size",
             exit_status=ENVIRONMENT,
         )

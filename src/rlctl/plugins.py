@@ -1,7 +1,7 @@
 """The directory is the registry: `algorithms/grpo.py` is the algorithm `grpo`. Adding one is adding a file.
 
-A kind's own helpers (`base`, `ops`, ...) are not plugins: a module is one when it defines the attribute its kind asks for.
-From outside the package, `package.module:name` or `file.py:name` is taken as it is.
+A kind's own helpers (`base`, `ops`, ...) are not plugins: a module is one when it defines the attribute its kind asks
+for. From outside the package, `package.module:name` or `file.py:name` is taken as it is.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from rlctl.errors import RlctlError
 
-KINDS = {  # kind -> (package, the class that makes a module a plugin)
+KINDS = {  # kind -> (package, the name that makes a module a plugin)
     "algorithm": ("rlctl.algorithms", "Algorithm"),
     "environment": ("rlctl.envs", "Environment"),
     "engine": ("rlctl.generation", "Engine"),
     "backend": ("rlctl.policy", "Policy"),
-    "model": ("rlctl.models", "Architecture"),
+    "model": ("rlctl.models", "rules"),
 }
 _HELPERS = {"base", "__init__"}
 
@@ -36,7 +36,7 @@ def names(kind: str) -> list[str]:
 
 def _defines(file: Path, attribute: str) -> bool:
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == attribute:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == attribute:
             return True
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == attribute for t in node.targets):
             return True

@@ -28,7 +28,10 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a rollout starts from, e.g. Prompt(messages=(Message(role="user", content="3+4?"),), row={"answer": "7"}, index=12)."""
+    """What a rollout starts from.
+
+    Example: Prompt(messages=(Message(role="user", content="3+4?"),), row={"answer": "7"}, index=12)
+    """
 
     messages: tuple[Message, ...]
     row: Mapping[str, Any]
@@ -61,7 +64,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One engine call's answer, e.g. Completion(id=0, tokens=(55, 2), logprobs=(-0.1, -0.02), finish_reason="stop", version=3)."""
+    """One engine call's answer.
+
+    Example: Completion(id=0, tokens=(55, 2), logprobs=(-0.1, -0.02), finish_reason="stop", version=3)
+    """
 
     id: int
     tokens: tuple[int, ...]

@@ -1,7 +1,7 @@
 """What an algorithm is: advantages, loss weights and a token loss. It never mentions a rank, a microbatch or padding.
 
-An algorithm's file defines `Algorithm` (this protocol), and `Config` with two dataclasses, `grpo` (its part of the recipe's
-`grpo.*`, such as the baseline) and `loss_fn`, whose defaults live there and nowhere else.
+An algorithm's file defines `Algorithm` (this protocol), and `Config` with two dataclasses, `grpo` (its part of the
+recipe's `grpo.*`, such as the baseline) and `loss_fn`, whose defaults live there and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class AlgorithmProtocol(Protocol):
         ...
 
     def loss_weights(self, minibatch: Batch) -> torch.Tensor:
-        """[N] f32: computed once per optimizer step over the global minibatch. The loss is sum(loss_weights * token_loss)."""
+        """[N] f32, once per optimizer step over the global minibatch; the loss is sum(loss_weights * token_loss)."""
         ...
 
     def loss(self, batch: Batch, out: TokenOutputs) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The token loss [N], differentiable in `out.logprobs`, and metrics. `batch` is any subset of whole sequences."""
+        """The token loss [N], differentiable in `out.logprobs`, and metrics; `batch` is any whole sequences."""
         ...

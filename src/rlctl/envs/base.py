@@ -1,6 +1,7 @@
 """What an environment is: prompts, replies and a reward. It knows messages and rows, not tokens.
 
-An environment's file defines `Environment`, built as `Environment(config, recipe_env, recipe_data)`, and `Config`, its options under `env.<name>.*`.
+An environment's file defines `Environment`, built as `Environment(config, recipe_env, recipe_data)`, and `Config`, its
+options under `env.<name>.*`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a generation engine is: token ids in, token ids out, finished ones in any order.
 
-An engine's file defines `Engine`, built as `Engine(recipe, model_dir)` in the trainer's own process, and optionally `Config`.
-A replica is `ranks_per_replica` consecutive ranks, independent of the trainer's layout; each gets the same requests, all give the same completions.
+An engine's file defines `Engine`, built as `Engine(recipe, model_dir)` in the trainer's own process, and optionally
+`Config`. A replica is `ranks_per_replica` consecutive ranks, independent of the trainer's layout; each gets the same
+requests, all give the same completions.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class EngineProtocol(Protocol):
 
 
 def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
-    """A seed in [0, 2**31) that depends on nothing else, so that samples are the same for any replicas and after a resume."""
+    """A seed in [0, 2**31) that depends on nothing else: the same for any replicas and after a resume."""
     text = f"{run_seed}/{step}/{prompt}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
 

@@ -1,4 +1,6 @@
-"""What a training backend is. Every rank calls each method with the same batch; the backend alone knows ranks, padding and microbatches.
+"""What a training backend is.
+
+Every rank calls each method with the same batch; the backend alone knows ranks, padding and microbatches.
 
 A backend's file defines `Policy`, built as `Policy(recipe, model_dir)` inside an initialised process group.
 """
@@ -27,7 +29,7 @@ class WeightSource(Protocol):
     def whole(
         self, bucket_bytes: int = 1 << 28, to: Literal["all"] | int = "all"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Buckets of whole tensors. Collective: every rank must exhaust it; ranks that do not receive get empty lists."""
+        """Buckets of whole tensors. Collective: every rank exhausts it; those that do not receive get empty lists."""
         ...
 
 
