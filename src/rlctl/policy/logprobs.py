@@ -2,7 +2,7 @@
 
 1. Every logprob of this project (policy, old, reference) comes from here; temperature is required, so never forgotten.
 2. The arithmetic is fp32 (fp64 for fp64 logits), whatever the logits are.
-3. Backward keeps the logits and one number per row; probabilities are computed again, a few rows at a time.
+3. Backward keeps the logits and two numbers per row; probabilities are computed again, a few rows at a time.
 
 It does not know sequences, masks or packing: rows come in, a number per row goes out.
 Legend: n rows, v columns of the vocabulary on this rank.
@@ -70,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, peak + log_total, column, held)
+        ctx.save_for_backward(logits, peak, sums[0], column, held)
         ctx.temperature, ctx.valid = temperature, valid
         ctx.mark_non_differentiable(entropy)
         return sums[2] - log_total, entropy
@@ -78,11 +78,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
-        logits, normalizer, column, held = ctx.saved_tensors
+        logits, peak, total, column, held = ctx.saved_tensors
         out = torch.zeros_like(logits)
         scale = grad / ctx.temperature
-        for rows, shifted in _shifted(logits[:, : ctx.valid], normalizer, ctx.temperature):
-            local = shifted.exp_().mul_(-scale[rows, None])  # d logprob / d logit = (1[target] - p) / temperature
+        for rows, shifted in _shifted(logits[:, : ctx.valid], peak, ctx.temperature):
+            local = shifted.exp_().mul_(
+                -(scale / total)[rows, None]
+            )  # d logprob / d logit = (1[target] - p) / temperature
             if ctx.valid:
                 local.scatter_add_(1, column[rows, None], (scale * held)[rows, None])
             out[rows, : ctx.valid] = local
