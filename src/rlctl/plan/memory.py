@@ -1,0 +1,246 @@
+"""Bytes on each GPU, before any process starts. Pure: no torch, no device.
+
+1. Parameters of a rank are counted from the architecture's weight rules, exactly as Megatron lays them out.
+2. Weights, gradients and optimizer state follow from them by the backend's bytes per parameter.
+3. Activations and logits are upper bounds from the tensors that each operation keeps for its backward.
+
+It does not know time, nor the memory that allocators lose to fragmentation (`UNMODELLED_BYTES` stands for that).
+Legend: t tokens of a microbatch on a rank, H hidden size, A query width, K key (or value) width, F feed-forward size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rlctl import plugins
+from rlctl.models.base import padded_vocabulary, tied
+from rlctl.parallel import Layout
+
+Backend = Literal["megatron", "dtensor"]
+Precision = Literal["float32", "bfloat16"]
+
+ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+UNMODELLED_BYTES = 4 << 30  # CUDA context, communication buffers, fragmentation: an allowance, not a measurement
+LOGIT_CHUNK_BYTES = 2 * (64 << 20)  # two fp32 temporaries of policy/logprobs.py
+_SPLIT = tuple(  # what tensor parallelism divides; all else is whole on every rank
+    f".{name}"
+    for name in (
+        "word_embeddings.weight",
+        "linear_qkv.weight",
+        "linear_qkv.bias",
+        "linear_proj.weight",
+        "linear_fc1.weight",
+        "linear_fc2.weight",
+    )
+) + ("output_layer.weight",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one GPU, of the fullest pipeline stage."""
+
+    stage: int
+    parameters: int
+    """That this rank computes with; with FSDP2, before sharding."""
+    weights: int
+    gradients: int
+    optimizer: int
+    """fp32 main parameters, where they are not the weights themselves, and Adam's two moments."""
+    gathered: int
+    """FSDP2 only: unsharded parameters and gradients of the blocks in use."""
+    activations: int
+    logits: int
+    reference: int
+    engine_weights: int
+    """The generation engine's copy, awake while the optimizer is offloaded."""
+    kv_bytes_per_token: int
+    """Of the engine's cache, on this GPU."""
+
+    @property
+    def training(self) -> int:
+        """Bytes while training: the engine sleeps."""
+        parts = (self.weights, self.gradients, self.optimizer, self.gathered, self.activations, self.logits)
+        return sum(parts) + self.reference + UNMODELLED_BYTES
+
+    @property
+    def syncing(self) -> int:
+        """Bytes while the engine takes the policy's weights: both copies; the optimizer is offloaded."""
+        return self.weights + self.gradients + self.engine_weights + UNMODELLED_BYTES
+
+    def fits(self, memory_bytes: float) -> bool:
+        """Whether training and the weight sync fit a GPU."""
+        return max(self.training, self.syncing) <= memory_bytes
+
+    def cache_tokens(self, memory_bytes: float, *, utilization: float) -> int:
+        """Tokens that the engine's cache holds when it takes a share of the GPU; below 1: the share is too small."""
+        return int((memory_bytes * utilization - self.engine_weights) // self.kv_bytes_per_token)
+
+
+class _Parameters(NamedTuple):
+    """Parameters of one rank: those that data-parallel ranks share, and experts, which have ranks of their own."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def parameters_of_stage(hf_config: dict[str, Any], layout: Layout, stage: int) -> int:
+    """Parameters on each rank of a pipeline stage, exactly those of Megatron's module.
+
+    Args:
+        hf_config: config.json as a dict.
+        layout: degrees, checked (parallel.check).
+        stage: 0 .. pp - 1.
+    """
+    return _parameters(hf_config, layout)[stage].total
+
+
+def _parameters(hf: dict[str, Any], layout: Layout) -> list[_Parameters]:
+    """Of each pipeline stage."""
+    dense, expert = [0] * layout.pp, [0] * layout.pp
+    for rule in plugins.load("model", hf["model_type"]).rules(hf):
+        shape = rule.shape
+        if rule.vocabulary:
+            shape = (padded_vocabulary(shape[0], multiple=layout.tp), *shape[1:])
+        size = math.prod(shape)
+        for stage in _stages(rule.key, hf, layout):
+            if rule.index:
+                expert[stage] += size // (layout.etp * layout.ep)
+            else:
+                dense[stage] += size // layout.tp if rule.key.endswith(_SPLIT) else size
+    return [_Parameters(d, e) for d, e in zip(dense, expert, strict=True)]
+
+
+def _stages(key: str, hf: dict[str, Any], layout: Layout) -> set[int]:
+    """The pipeline stages that hold a tensor. A tied embedding is on the last one too, as its output layer."""
+    last = layout.pp - 1
+    if key.startswith("decoder.layers."):
+        return {int(key.split(".")[2]) * layout.pp // hf["num_hidden_layers"]}
+    if key.startswith("embedding."):
+        return {0, last} if tied(hf) else {0}
+    return {last}
+
+
+def estimate(
+    hf_config: dict[str, Any],
+    layout: Layout,
+    *,
+    precision: Precision,
+    backend: Backend,
+    max_tokens_per_microbatch: int,
+    activation_checkpointing: bool,
+    reference: bool,
+    generation_tp: int = 1,
+) -> Memory:
+    """Memory of the fullest rank.
+
+    Args:
+        hf_config: config.json as a dict.
+        layout: degrees; with dtensor, parameters are sharded over all ranks that tensor parallelism leaves.
+        precision: of the computation.
+        backend: megatron or dtensor.
+        max_tokens_per_microbatch: of all sequences of a training microbatch, padding included.
+        activation_checkpointing: every layer is computed again in backward.
+        reference: a frozen copy of the weights is kept on the GPU.
+        generation_tp: tensor-parallel size of the generation engine.
+    """
+    width = ELEMENT_BYTES[precision]
+    fields = plugins.load("model", hf_config["model_type"]).transformer_config(hf_config)
+    whole = _parameters(hf_config, Layout(world=1))[0].total
+    groups = fields["num_query_groups"]
+    kv_elements = 2 * fields["num_layers"] * groups * fields["kv_channels"] // min(generation_tp, groups)
+    tokens = -(-max_tokens_per_microbatch // layout.cp)
+    columns = padded_vocabulary(hf_config["vocab_size"], multiple=layout.tp) // layout.tp
+    stages = []
+    for stage, local in enumerate(_parameters(hf_config, layout)):
+        if backend == "megatron":
+            state = _megatron_state(local, layout, precision)
+        else:
+            state = _fsdp_state(local, layout, precision, hf_config)
+        kept = _activations(fields, layout, recompute=activation_checkpointing, stage=stage)
+        is_last = stage == layout.pp - 1
+        memory = Memory(
+            stage=stage,
+            parameters=local.total,
+            activations=math.ceil(tokens * kept) * width,
+            logits=2 * tokens * columns * width + LOGIT_CHUNK_BYTES if is_last else 0,
+            reference=state["weights"] if reference else 0,
+            engine_weights=width * whole // generation_tp,
+            kv_bytes_per_token=width * kv_elements,
+            **state,
+        )
+        stages.append(memory)
+    return max(stages, key=lambda memory: memory.training)
+
+
+def _megatron_state(local: _Parameters, layout: Layout, precision: Precision) -> dict[str, int]:
+    """Weights in the precision, fp32 main gradients, and optimizer state sharded over data-parallel ranks.
+
+    Source: megatron/core/optimizer/distrib_optimizer.py: bfloat16 weights have an fp32 main copy (4 bytes) beside
+    Adam's moments (8 bytes); fp32 weights are their own main copy. Context-parallel ranks count as data-parallel ones;
+    experts are sharded over world / (etp * ep * pp) ranks.
+    """
+    per_parameter = 12 if precision == "bfloat16" else 8
+    replicas = layout.dp * layout.cp
+    expert_replicas = layout.world // (layout.etp * layout.ep * layout.pp)
+    return {
+        "weights": ELEMENT_BYTES[precision] * local.total,
+        "gradients": 4 * local.total,
+        "optimizer": per_parameter * (-(-local.dense // replicas) + -(-local.expert // expert_replicas)),
+        "gathered": 0,
+    }
+
+
+def _fsdp_state(local: _Parameters, layout: Layout, precision: Precision, hf: dict[str, Any]) -> dict[str, int]:
+    """fp32 parameters, gradients and moments, sharded; and the blocks that are unsharded at one time.
+
+    Unsharded at one time: the block in use and the one prefetched, the outer tensors (embedding, output layer, final
+    norm), and while the largest of them reduces its gradient, that gradient in the precision and in fp32.
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`: reduce_dtype fp32).
+    """
+    width = ELEMENT_BYTES[precision]
+    shard = -(-local.total // (layout.world // layout.tp))
+    outer = _parameters(hf | {"num_hidden_layers": 0}, layout)[0].total
+    layer = _parameters(hf | {"num_hidden_layers": 1}, layout)[0].total - outer
+    gathered = width * (outer + 2 * layer) + (width + 4) * max(outer, layer)
+    return {"weights": 4 * shard, "gradients": 4 * shard, "optimizer": 8 * shard, "gathered": gathered}
+
+
+def _activations(fields: dict[str, Any], layout: Layout, *, recompute: bool, stage: int) -> float:
+    """Elements per token that the layers of a stage keep for backward.
+
+    At most pp - stage microbatches are in flight (1F1B). With recompute a layer keeps its input only, and one layer's
+    whole set is alive at a time. After the accounting of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with
+    this model's operations (`_layer_elements`).
+    """
+    layers = fields["num_layers"] // layout.pp
+    whole = _layer_elements(fields, layout)
+    hidden = fields["hidden_size"] / (layout.tp if layout.sp else 1)
+    kept = layers * (hidden if recompute else whole) * (layout.pp - stage)
+    return kept + (whole if recompute else 0)
+
+
+def _layer_elements(fields: dict[str, Any], layout: Layout) -> float:
+    """Elements that one layer keeps per token of this rank.
+
+    4H of norm inputs and outputs (divided only by sequence parallelism); A + 2K of query, key, value and A of
+    attention output; with query and key norms A + K of their inputs; with context parallelism 2K(c - 1) of gathered
+    keys and values; 4F of the gated feed-forward block (gate, up, activated gate, product). An expert layer has k
+    tokens for each one, balanced over experts, with 2H of dispatched input and output, and fp32 router logits and
+    probabilities.
+    """
+    hidden, tp = fields["hidden_size"], layout.tp
+    query = fields["num_attention_heads"] * fields["kv_channels"]
+    key = fields["num_query_groups"] * fields["kv_channels"]
+    attention = 2 * query + 2 * key + (query + key if fields["qk_layernorm"] else 0) + 2 * key * (layout.cp - 1)
+    outside = 4 * hidden / (tp if layout.sp else 1)
+    if "num_moe_experts" not in fields:
+        return outside + (attention + 4 * fields["ffn_hidden_size"]) / tp
+    copies = fields["moe_router_topk"] * layout.etp / tp
+    experts = copies * (2 * hidden + 4 * fields["moe_ffn_hidden_size"] / layout.etp) + 4 * fields["num_moe_experts"]
+    return outside + attention / tp + experts
