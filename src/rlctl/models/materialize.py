@@ -1,7 +1,8 @@
 """A model's directory, whatever names the model: what transformers loads, with weights, config and tokenizer.
 
-A local path is taken as it is; a hub id comes from the hub's own cache or is downloaded; a model that the tool makes is written
-once to a cache of ours (`RLCTL_CACHE`, else `$XDG_CACHE_HOME/rlctl`), behind a file lock, so that all ranks may ask at once.
+A local path is taken as it is; a hub id comes from the hub's own cache or is downloaded; a model that the tool makes is
+written once to a cache of ours (`RLCTL_CACHE`, else `$XDG_CACHE_HOME/rlctl`), behind a file lock, so that all ranks may
+ask at once.
 """
 
 from __future__ import annotations
@@ -93,12 +94,13 @@ def _complete(directory: Path) -> Path:
 def _made(source: Source, progress: Progress) -> Path:
     write = {"tiny": _write_tiny, "gguf": _write_gguf}[str(source.made)]
     identity = json.dumps([source.made, TINY_SEED, dict(source.config)], sort_keys=True)
-    target = cache_directory() / f"{source.name}-{hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
+    target = cache_directory() / f"{source.name.replace('/', '--')}-{digest}"
     if target.is_dir():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target.with_suffix(".lock")):
+        with _lock(target.with_name(target.name + ".lock")):
             if not target.is_dir():  # another process may have made it meanwhile
                 with _without_progress_bars():
                     _publish(target, lambda folder: write(source.config, folder, progress))
@@ -133,7 +135,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 def _publish(target: Path, write: Callable[[Path], None]) -> None:
     """Write beside the target, then rename: the target exists whole or not at all."""
-    unfinished = target.with_suffix(".unfinished")
+    unfinished = target.with_name(target.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that died; the lock is ours
     unfinished.mkdir()
     try:
@@ -151,7 +153,7 @@ def _write_tiny(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
     assert len(tokenizer) == config["vocab_size"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TINY_SEED)
-        model = transformers.AutoModelForCausalLM.from_config(_hf_config(config)).float()
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).float()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -164,7 +166,7 @@ def _write_gguf(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
     progress(f"unpacking {file.name} (once; up to a minute)")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     dtype = getattr(torch, config["torch_dtype"])
-    plain = transformers.AutoModelForCausalLM.from_config(_hf_config(config)).to(dtype)
+    plain = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).to(dtype)
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = transformers.GenerationConfig(
         bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"], pad_token_id=config["pad_token_id"]
@@ -173,8 +175,9 @@ def _write_gguf(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
-def _hf_config(config: Mapping[str, Any]) -> Any:
-    import transformers  # heavy, and needed only where a model is made
+def transformers_config(config: Mapping[str, Any]) -> Any:
+    """The transformers object of a config.json."""
+    import transformers  # heavy, and not needed by dry runs
 
     fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype")}
     return transformers.AutoConfig.for_model(config["model_type"], **fields)

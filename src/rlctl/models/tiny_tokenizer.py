@@ -1,4 +1,4 @@
-"""The byte-level tokenizer of the tiny model: id b is byte b, then the special tokens. Nothing is learnt, any text round-trips."""
+"""The byte-level tokenizer of the tiny model: id b is byte b, then the special tokens. Any text round-trips."""
 
 from __future__ import annotations
 
