@@ -155,6 +155,9 @@ def _wrap(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_tensors() -> None:
     """Constructors, moves, and the type names that Megatron's optimizers compare as strings."""
+    # `with torch.device("meta")` (transformers' loading) keeps a table of constructors, built at its first use: the
+    # unwrapped ones must be in it, since they are what the wrappers call.
+    importlib.import_module("torch.utils._device")._device_constructors()
     module = importlib.import_module("torch")  # the real one: an attribute set on the lazy proxy would stay there
     for owner, names in ((module, _CONSTRUCTORS["torch"]), (torch.Tensor, _CONSTRUCTORS["Tensor"])):
         for name in names.split():

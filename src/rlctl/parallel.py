@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.config import Recipe
 from rlctl.errors import ENVIRONMENT, RlctlError
 
 
@@ -39,6 +40,24 @@ class Layout:
             f"{name}{n}" for name, n in (("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", self.etp)) if n > 1
         ]
         return " ".join(parts)
+
+
+def layout_of(recipe: Recipe, world: int) -> Layout:
+    """The recipe's degrees on `world` processes, for the backend that it enables; a degree that is not set is 1."""
+    if not recipe.policy.megatron_cfg.enabled:
+        dtensor = recipe.policy.dtensor_cfg
+        return Layout(world=world, tp=dtensor.tensor_parallel_size or 1, cp=dtensor.context_parallel_size or 1)
+    megatron = recipe.policy.megatron_cfg
+    tp = megatron.tensor_model_parallel_size or 1
+    return Layout(
+        world=world,
+        tp=tp,
+        pp=megatron.pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size or 1,
+        ep=megatron.expert_model_parallel_size or 1,
+        etp=megatron.expert_tensor_parallel_size or 1,
+        sp=tp > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel,
+    )
 
 
 def check(layout: Layout, hf_config: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """GRPO: a prompt's samples are each other's baseline, so no critic is trained.
 
-Paper: https://arxiv.org/abs/2402.03300 (section 4.1.2). Clipped ratios per token, an optional KL penalty to the reference
-policy in the loss. Not for tasks where all samples of a prompt score alike: such a group gives no gradient.
+Paper: https://arxiv.org/abs/2402.03300 (section 4.1.2). Clipped ratios per token, an optional KL penalty to the
+reference policy in the loss. Not for tasks where all samples of a prompt score alike: such a group gives no gradient.
 """
 
 from __future__ import annotations

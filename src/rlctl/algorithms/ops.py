@@ -19,11 +19,11 @@ def group_advantages(
 ) -> torch.Tensor:
     """Reward minus its group's baseline, optionally divided by the group's spread.
 
-    Statistics are two-pass in fp64 over valid members only. A group whose valid rewards are all equal (max - min = 0), or
-    with fewer than two valid members, gives 0. With `leave_one_out` the baseline and the spread of a member come from the
-    others (REINFORCE leave-one-out, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE); else from the whole
-    group (GRPO, https://arxiv.org/abs/2402.03300). The spread is the sample standard deviation; where fewer than two
-    others exist, or they are all equal, the difference is left unscaled.
+    Statistics are two-pass in fp64 over valid members only. A group whose valid rewards are all equal (max - min = 0),
+    or with fewer than two valid members, gives 0. With `leave_one_out` the baseline and the spread of a member come
+    from the others (REINFORCE leave-one-out, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE); else from
+    the whole group (GRPO, https://arxiv.org/abs/2402.03300). The spread is the sample standard deviation; where fewer
+    than two others exist, or they are all equal, the difference is left unscaled.
 
     Args:
         rewards: [B] f32.
@@ -126,8 +126,8 @@ def kl_k3(logprobs: torch.Tensor, reference: torch.Tensor, *, clamp: float = 20.
 def kl_loss(logprobs: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
     """A token loss whose value is k3 and whose expected gradient is that of KL(pi || reference), token by token.
 
-    With rho = pi / sampler, E_sampler[rho k3] = KL(pi || reference) for any sampler with full support, so the gradient of
-    rho * k3 (rho differentiated as well) is exact; on samples of pi itself rho is 1 in value.
+    With rho = pi / sampler, E_sampler[rho k3] = KL(pi || reference) for any sampler with full support, so the gradient
+    of rho * k3 (rho differentiated as well) is exact; on samples of pi itself rho is 1 in value.
 
     Args:
         logprobs: [N], differentiable.

@@ -100,13 +100,13 @@ def transformer_config(
         "calculate_per_token_loss": True,  # the loss arrives as a global sum: nothing else may scale it
         "gradient_accumulation_fusion": False,
         "variable_seq_lengths": True,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the default is refused with packs, dense models too
     }
     if "num_moe_experts" in fields:
         fields |= {
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
         }

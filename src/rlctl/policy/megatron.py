@@ -1,0 +1,389 @@
+"""The Megatron-Core backend: GPTModel, its DDP, distributed optimizer and schedules.
+
+1. The loss is a global sum of weighted token losses; Megatron is told so (`calculate_per_token_loss`, no token count to
+   `finalize_model_grads`), so nothing rescales it by microbatches, ranks or tokens.
+2. Only hidden states that predict a token of the mask meet the vocabulary (GPTModel's `output_processor`).
+3. Everything is gathered by sums of zeroed buffers that one rank writes, so results are the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from rlctl import device, plugins
+from rlctl.algorithms.base import AlgorithmProtocol
+from rlctl.checkpoint.safetensors import Reader
+from rlctl.checkpoint.shards import ShardedWeights, load_whole, shards
+from rlctl.config import Recipe
+from rlctl.models.base import HfConfig
+from rlctl.models.build import TORCH_DTYPES, build_model
+from rlctl.parallel import Layout, layout_of
+from rlctl.policy.base import Offloadable, TrainState
+from rlctl.policy.logprobs import scatter_to_stream, token_logprobs
+from rlctl.policy.metrics import MetricSums
+from rlctl.policy.packing import Microbatch, build_microbatch, plan
+from rlctl.types import Batch, Metric, TokenOutputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    """What turning hidden states into logprobs takes."""
+
+    size: int
+    temperature: float
+
+
+class Policy:
+    """See policy/base.py."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, *, reference: bool = False) -> None:
+        self.recipe = recipe
+        hf_config: HfConfig = json.loads((model_dir / "config.json").read_text()) | recipe.policy.hf_config_overrides
+        self.layout: Layout = layout_of(recipe, dist.get_world_size())
+        _initialize_groups(self.layout, recipe.grpo.seed)
+        self.model = build_model(
+            hf_config,
+            self.layout,
+            precision=recipe.policy.precision,
+            activation_checkpointing=recipe.policy.activation_checkpointing,
+        )
+        self.model.to(device.current())
+        self.rules = plugins.load("model", hf_config["model_type"]).rules(hf_config)
+        load_whole(shards(self.model), self.rules, Reader(model_dir).get)
+        self._reference = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if reference else None
+        self.ddp = _wrap(self.model)
+        self.optimizer = _optimizer(recipe, self.ddp)
+        self.vocabulary = _Vocabulary(size=hf_config["vocab_size"], temperature=recipe.policy.generation.temperature)
+
+    # --- forward ---
+
+    def forward(
+        self,
+        batch: Batch,
+        weights: Literal["policy", "reference"] = "policy",
+        outputs: tuple[str, ...] = ("logprobs",),
+    ) -> TokenOutputs:
+        """Logprobs and entropy [N] of the masked tokens, without gradient; the same on every rank."""
+        lengths = batch.lengths.tolist()
+        packing, policy = self.recipe.policy.sequence_packing, self.recipe.policy
+        budget = (packing.logprob_mb_tokens or packing.train_mb_tokens) if packing.enabled else None
+        count = None if packing.enabled else (policy.logprob_batch_size or policy.train_micro_batch_size)
+        gathered = torch.zeros(2, len(batch.tokens))
+
+        def collect(micro: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            if self._writes():
+                index = micro.source[micro.target_index]
+                gathered[0, index], gathered[1, index] = logprobs.float().cpu(), entropy.float().cpu()
+            return logprobs.sum()
+
+        micros = self._microbatches(batch, lengths, None, budget, count)
+        context = self._reference_weights() if weights == "reference" else contextlib.nullcontext()
+        with torch.no_grad(), context:
+            self._run(micros, collect, forward_only=True)
+        gathered = _sum_over_world(gathered)
+        return TokenOutputs(logprobs=gathered[0], entropy=gathered[1] if "entropy" in outputs else None)
+
+    # --- training ---
+
+    def train_step(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
+        """One optimizer update; returns loss, grad_norm, entropy and the algorithm's metrics."""
+        packing = self.recipe.policy.sequence_packing
+        groups = batch.group.tolist() if algorithm.unit == "group" else None
+        budget = packing.train_mb_tokens if packing.enabled else None
+        count = None if packing.enabled else self.recipe.policy.train_micro_batch_size
+        micros = self._microbatches(batch, batch.lengths.tolist(), groups, budget, count)
+        sums = MetricSums()
+
+        def loss(micro: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            value = _weighted_loss(micro, algorithm, logprobs, entropy, sums if self._writes() else MetricSums())
+            return value
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(micros, loss, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        return sums.reduce() | {"grad_norm": float(grad_norm)}
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate, and the weight decay that Megatron's own scheduler would set with it.
+
+        A group's decay is `weight_decay * wd_mult` (0 for norms and biases), which only `OptimizerParamScheduler.step`
+        applies (megatron/core/optimizer_param_scheduler.py); schedules here are rlctl's, for both backends.
+        """
+        decay = self.recipe.policy.optimizer.weight_decay
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = decay * group["wd_mult"]
+
+    # --- weights and state ---
+
+    def weights(self) -> ShardedWeights:
+        """The current weights under their Hugging Face names."""
+        return ShardedWeights(
+            held=shards(self.model),
+            rules=self.rules,
+            dtype=TORCH_DTYPES[self.recipe.policy.precision],
+            vocabulary_multiple=self.layout.tp,
+        )
+
+    def state(self) -> TrainState:
+        """This rank's parameters, fp32 main parameters and Adam state, in this layout."""
+        inner = [o.optimizer for o in self._optimizers()]
+        main = [[p.detach().clone() for g in o.param_groups for p in g["params"]] for o in inner]
+        return TrainState(
+            local={
+                "layout": str(self.layout),
+                "parameters": {n: p.detach().clone() for n, p in self.model.named_parameters()},
+                "main": main,
+                "optimizer": [o.state_dict() for o in inner],
+                "reference": self._reference,
+            }
+        )
+
+    def load_state(self, state: TrainState) -> None:
+        """Set what `state` gave, in the same layout."""
+        assert state.local["layout"] == str(self.layout), (state.local["layout"], str(self.layout))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state.local["parameters"][name])
+            pairs = zip(self._optimizers(), state.local["main"], state.local["optimizer"], strict=True)
+            for wrapper, main, inner in pairs:
+                wrapper.optimizer.load_state_dict(inner)
+                flat = [p for g in wrapper.optimizer.param_groups for p in g["params"]]
+                for parameter, saved in zip(flat, main, strict=True):
+                    parameter.copy_(saved)
+        self._reference = state.local["reference"]
+
+    def offload(self, what: Offloadable) -> None:
+        """Nothing to free on a host; on a device the optimizer state and weights move to the CPU."""
+        if not device.is_accelerated():
+            return
+        if what in ("optimizer", "all"):
+            self._move_optimizer("cpu")
+            device.empty_cache()
+
+    def onload(self, what: Offloadable) -> None:
+        """The reverse of `offload`."""
+        if device.is_accelerated() and what in ("optimizer", "all"):
+            self._move_optimizer(device.current())
+
+    def _move_optimizer(self, where: Any) -> None:
+        for wrapper in self._optimizers():
+            for state in wrapper.optimizer.state.values():
+                for name, value in state.items():
+                    if torch.is_tensor(value):
+                        state[name] = value.to(where)
+
+    # --- inside ---
+
+    def _optimizers(self) -> list[Any]:
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    def _writes(self) -> bool:
+        """One rank alone of those that compute the same logprobs."""
+        return (
+            ps.is_pipeline_last_stage()
+            and ps.get_tensor_model_parallel_rank() == 0
+            and ps.get_context_parallel_rank() == 0
+        )
+
+    def _microbatches(
+        self,
+        batch: Batch,
+        lengths: Sequence[int],
+        groups: Sequence[int] | None,
+        max_tokens: int | None,
+        max_sequences: int | None,
+    ) -> list[Microbatch]:
+        """This data-parallel rank's share."""
+        dp = ps.get_data_parallel_world_size()
+        unit = self.layout.pad_unit
+        dealt = plan(lengths, groups, dp=dp, max_tokens=max_tokens, max_sequences=max_sequences, pad_unit=unit)
+        return [build_microbatch(batch, s, pad_unit=unit) for s in dealt[ps.get_data_parallel_rank()]]
+
+    def _run(self, micros: list[Microbatch], use: Any, *, forward_only: bool) -> None:
+        """Run every microbatch through Megatron's schedule; `use(micro, logprobs, entropy)` gives the scalar loss."""
+
+        def step(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+            entropy: list[torch.Tensor] = []
+            output = model(
+                **_inputs(micro),
+                output_processor=self._logprobs,
+                output_processor_context=(micro, entropy),
+            )
+
+            def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                tokens = torch.tensor(len(logprobs), dtype=torch.int, device=device.current())
+                return use(micro, logprobs, entropy[0]), tokens, {}
+
+            return output, loss
+
+        self.ddp.train()
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=self.ddp,
+            num_microbatches=len(micros),
+            seq_length=micros[0].tokens.shape[1],
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _logprobs(self, *, hidden_states: torch.Tensor, output_weight: Any, context: Any, **others: Any) -> Any:
+        """GPTModel's output processor: hidden states [T, 1, h] -> logprobs [n] of the microbatch's targets."""
+        micro, entropy = context
+        weight = others["output_layer"].weight if output_weight is None else output_weight
+        if self.layout.sp:
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states)
+        rows = micro.rows.to(hidden.device)
+        logits = torch.nn.functional.linear(hidden[:, 0].index_select(0, rows), weight)
+        logprobs, entropies = token_logprobs(
+            logits,
+            micro.targets.to(hidden.device),
+            temperature=self.vocabulary.temperature,
+            group=ps.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+            vocab_start=ps.get_tensor_model_parallel_rank() * logits.shape[1],
+            vocab_valid=self.vocabulary.size,
+        )
+        entropy.append(entropies)
+        return logprobs
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Within it, the model has the reference's weights."""
+        assert self._reference is not None, "the policy was built without a reference"
+        parameters = list(self.model.parameters())
+        kept = [p.detach().to("cpu", copy=True) for p in parameters]
+        with torch.no_grad():
+            for parameter, reference in zip(parameters, self._reference, strict=True):
+                parameter.copy_(reference)
+            try:
+                yield
+            finally:
+                for parameter, original in zip(parameters, kept, strict=True):
+                    parameter.copy_(original)
+
+
+def _initialize_groups(layout: Layout, seed: int) -> None:
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _wrap(model: torch.nn.Module) -> DistributedDataParallel:
+    config: Any = model.config
+
+    def finalize(chunks: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+        """Reduce gradients without dividing by tokens: the loss weights already did."""
+        finalize_model_grads(chunks, None, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        model,
+    )
+    config.no_sync_func = ddp.no_sync
+    return ddp
+
+
+def _optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
+    options = recipe.policy.optimizer
+    half = recipe.policy.precision == "bfloat16"
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=0.0,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=recipe.policy.max_grad_norm,
+        bf16=half,
+        params_dtype=TORCH_DTYPES[recipe.policy.precision],
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+
+
+def _inputs(micro: Microbatch) -> dict[str, Any]:
+    """GPTModel's arguments for one packed stream."""
+    where = device.current()
+    boundaries = micro.cu_seqlens.to(where)
+    longest = int(micro.cu_seqlens.diff().max())
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {
+        "input_ids": micro.tokens.to(where),
+        "position_ids": micro.position_ids.to(where),
+        "attention_mask": None,
+        "packed_seq_params": packed,
+    }
+
+
+def _weighted_loss(
+    micro: Microbatch,
+    algorithm: AlgorithmProtocol,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    sums: MetricSums,
+) -> torch.Tensor:
+    """sum(loss_weights * token_loss) of one microbatch; adds its metrics."""
+    batch = micro.batch
+    size = len(batch.tokens)
+    index = micro.target_index.to(logprobs.device)
+    out = TokenOutputs(
+        logprobs=scatter_to_stream(logprobs, index=index, length=size).cpu(),
+        entropy=scatter_to_stream(entropy, index=index, length=size).cpu(),
+    )
+    assert batch.loss_weights is not None
+    token_loss, metrics = algorithm.loss(batch, out)
+    weighted = batch.loss_weights * token_loss
+    assert out.entropy is not None
+    metrics = metrics | {"entropy": Metric(values=out.entropy), "loss": Metric(values=weighted.detach(), reduce="sum")}
+    sums.add(batch, metrics)
+    return weighted.sum().to(logprobs.device) + 0.0 * logprobs.sum()
+
+
+def _sum_over_world(values: torch.Tensor) -> torch.Tensor:
+    moved = values.to(device.current())
+    dist.all_reduce(moved)
+    return moved.cpu()
