@@ -55,11 +55,12 @@ def test_expert_parallelism_divides_the_experts_alone():
 
 def test_mixed_precision_adam_takes_18_bytes_a_parameter_and_12_of_them_are_sharded():
     alone = estimate(LLAMA_8B, Layout(world=1), **SETTINGS)
-    assert alone.weights + alone.gradients + alone.optimizer == 18 * PARAMETERS_8B
+    assert alone.weights + alone.gradients + alone.main_weights + alone.optimizer == 18 * PARAMETERS_8B
     sharded = estimate(LLAMA_8B, Layout(world=8, cp=2), **SETTINGS)
     assert (sharded.weights, sharded.gradients) == (alone.weights, alone.gradients)
-    assert sharded.optimizer == 12 * PARAMETERS_8B // 8
+    assert sharded.main_weights + sharded.optimizer == 12 * PARAMETERS_8B // 8
     full = estimate(LLAMA_8B, Layout(world=1), **(SETTINGS | {"precision": "float32"}))
+    assert full.main_weights == 0
     assert full.weights + full.gradients + full.optimizer == 16 * PARAMETERS_8B
 
 
@@ -67,7 +68,7 @@ def test_experts_shard_their_optimizer_over_their_own_replicas():
     memory = estimate(QWEN_MOE, Layout(world=16, ep=8), **SETTINGS)
     experts = 48 * 128 * 3 * 768 * 2048
     dense = 30_532_122_624 - experts
-    assert memory.optimizer == 12 * (dense // 16 + experts // 8 // 2)
+    assert memory.main_weights + memory.optimizer == 12 * (dense // 16 + experts // 8 // 2)
 
 
 def test_fsdp_shards_16_bytes_a_parameter():
@@ -76,13 +77,22 @@ def test_fsdp_shards_16_bytes_a_parameter():
     assert memory.gathered > 2 * 2 * 128256 * 4096, "at least the bfloat16 embedding and output layer are unsharded"
 
 
-def test_the_parts_add_up_and_a_reference_costs_a_copy_of_the_weights():
+def test_the_parts_add_up_and_training_and_generation_must_each_fit():
     memory = estimate(LLAMA_8B, Layout(world=8, tp=2, sp=True), **(SETTINGS | {"reference": True}))
-    parts = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "reference")
-    assert memory.training == sum(getattr(memory, p) for p in parts) + UNMODELLED_BYTES
-    assert memory.reference == memory.weights
-    assert memory.fits(memory.training)
-    assert not memory.fits(memory.training - 1)
+    kept = memory.weights + memory.gradients + memory.main_weights + UNMODELLED_BYTES
+    assert memory.training == kept + memory.optimizer + memory.gathered + memory.activations + memory.logits
+    assert memory.generating(80e9, utilization=0.5) == kept + 40_000_000_000
+    assert memory.fits(80e9, utilization=0.5)
+    assert not memory.fits(memory.training - 1, utilization=0.3)
+    assert not memory.fits(80e9, utilization=0.7), "the policy keeps 28 GB while the engine is awake"
+    assert not memory.fits(80e9, utilization=0.2), "the engine's weights alone are 16 GB"
+
+
+def test_a_reference_is_a_copy_of_the_weights_on_the_host():
+    with_reference = estimate(LLAMA_8B, Layout(world=8, tp=2, sp=True), **(SETTINGS | {"reference": True}))
+    without = estimate(LLAMA_8B, Layout(world=8, tp=2, sp=True), **SETTINGS)
+    assert (with_reference.reference, without.reference) == (with_reference.weights, 0)
+    assert with_reference.training == without.training
 
 
 def test_the_engine_cache_is_what_its_share_leaves():

@@ -39,43 +39,50 @@ _SPLIT = tuple(  # what tensor parallelism divides; all else is whole on every r
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one GPU, of the fullest pipeline stage."""
+    """Bytes on one GPU, of the fullest pipeline stage, where not said otherwise."""
 
     stage: int
     parameters: int
     """That this rank computes with; with FSDP2, before sharding."""
     weights: int
     gradients: int
+    main_weights: int
+    """fp32 copies that the optimizer updates; 0 where the weights are fp32 themselves."""
     optimizer: int
-    """fp32 main parameters, where they are not the weights themselves, and Adam's two moments."""
+    """Adam's two moments: the part that leaves the GPU while the engine is awake."""
     gathered: int
     """FSDP2 only: unsharded parameters and gradients of the blocks in use."""
     activations: int
     logits: int
     reference: int
+    """In the host's memory: the frozen weights."""
     engine_weights: int
-    """The generation engine's copy, awake while the optimizer is offloaded."""
+    """The generation engine's copy, inside its share of the GPU."""
     kv_bytes_per_token: int
     """Of the engine's cache, on this GPU."""
 
     @property
-    def training(self) -> int:
-        """Bytes while training: the engine sleeps."""
-        parts = (self.weights, self.gradients, self.optimizer, self.gathered, self.activations, self.logits)
-        return sum(parts) + self.reference + UNMODELLED_BYTES
+    def resident(self) -> int:
+        """Bytes of the policy that stay while the engine is awake."""
+        return self.weights + self.gradients + self.main_weights + UNMODELLED_BYTES
 
     @property
-    def syncing(self) -> int:
-        """Bytes while the engine takes the policy's weights: both copies; the optimizer is offloaded."""
-        return self.weights + self.gradients + self.engine_weights + UNMODELLED_BYTES
+    def training(self) -> int:
+        """Bytes while training: the engine sleeps."""
+        return self.resident + self.optimizer + self.gathered + self.activations + self.logits
 
-    def fits(self, memory_bytes: float) -> bool:
-        """Whether training and the weight sync fit a GPU."""
-        return max(self.training, self.syncing) <= memory_bytes
+    def generating(self, memory_bytes: float, *, utilization: float) -> int:
+        """Bytes while the engine is awake with its share of the GPU."""
+        return self.resident + int(memory_bytes * utilization)
 
     def cache_tokens(self, memory_bytes: float, *, utilization: float) -> int:
-        """Tokens that the engine's cache holds when it takes a share of the GPU; below 1: the share is too small."""
+        """Tokens that the engine's cache holds in its share; below 1, the share is too small for the weights."""
         return int((memory_bytes * utilization - self.engine_weights) // self.kv_bytes_per_token)
+
+    def fits(self, memory_bytes: float, *, utilization: float) -> bool:
+        """Whether training, and generation with that share, fit a GPU."""
+        peak = max(self.training, self.generating(memory_bytes, utilization=utilization))
+        return peak <= memory_bytes and self.cache_tokens(memory_bytes, utilization=utilization) > 0
 
 
 class _Parameters(NamedTuple):
@@ -146,7 +153,7 @@ def estimate(
         backend: megatron or dtensor.
         max_tokens_per_microbatch: of all sequences of a training microbatch, padding included.
         activation_checkpointing: every layer is computed again in backward.
-        reference: a frozen copy of the weights is kept on the GPU.
+        reference: a frozen copy of the weights is kept on the host.
         generation_tp: tensor-parallel size of the generation engine.
     """
     width = ELEMENT_BYTES[precision]
@@ -185,13 +192,14 @@ def _megatron_state(local: _Parameters, layout: Layout, precision: Precision) ->
     Adam's moments (8 bytes); fp32 weights are their own main copy. Context-parallel ranks count as data-parallel ones;
     experts are sharded over world / (etp * ep * pp) ranks.
     """
-    per_parameter = 12 if precision == "bfloat16" else 8
     replicas = layout.dp * layout.cp
     expert_replicas = layout.world // (layout.etp * layout.ep * layout.pp)
+    updated = -(-local.dense // replicas) + -(-local.expert // expert_replicas)
     return {
         "weights": ELEMENT_BYTES[precision] * local.total,
         "gradients": 4 * local.total,
-        "optimizer": per_parameter * (-(-local.dense // replicas) + -(-local.expert // expert_replicas)),
+        "main_weights": 4 * updated if precision == "bfloat16" else 0,
+        "optimizer": 8 * updated,
         "gathered": 0,
     }
 
@@ -208,7 +216,13 @@ def _fsdp_state(local: _Parameters, layout: Layout, precision: Precision, hf: di
     outer = _parameters(hf | {"num_hidden_layers": 0}, layout)[0].total
     layer = _parameters(hf | {"num_hidden_layers": 1}, layout)[0].total - outer
     gathered = width * (outer + 2 * layer) + (width + 4) * max(outer, layer)
-    return {"weights": 4 * shard, "gradients": 4 * shard, "optimizer": 8 * shard, "gathered": gathered}
+    return {
+        "weights": 4 * shard,
+        "gradients": 4 * shard,
+        "main_weights": 0,
+        "optimizer": 8 * shard,
+        "gathered": gathered,
+    }
 
 
 def _activations(fields: dict[str, Any], layout: Layout, *, recompute: bool, stage: int) -> float:
