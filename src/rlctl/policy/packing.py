@@ -13,11 +13,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlctl.config import PolicySection
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.lazy import torch
 from rlctl.types import Batch
 
 QUADRATIC_AT = 16_384  # tokens at which attention costs as much as all else: about 4 to 6 times the hidden size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits of a microbatch: tokens when sequences are packed, else sequences."""
+
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+
+
+def train_budget(policy: PolicySection) -> Budget:
+    """Of a microbatch with gradients; a token budget that is not set holds `train_micro_batch_size` full sequences."""
+    if not policy.sequence_packing.enabled:
+        return Budget(max_sequences=policy.train_micro_batch_size)
+    full = policy.max_total_sequence_length * policy.train_micro_batch_size
+    return Budget(max_tokens=policy.sequence_packing.train_mb_tokens or full)
+
+
+def logprob_budget(policy: PolicySection) -> Budget:
+    """Of a microbatch without gradients; what is not set is as for training."""
+    count, tokens = policy.logprob_batch_size, policy.sequence_packing.logprob_mb_tokens
+    if not policy.sequence_packing.enabled:
+        return Budget(max_sequences=count) if count else train_budget(policy)
+    if tokens is None and count is not None:
+        tokens = policy.max_total_sequence_length * count
+    return Budget(max_tokens=tokens) if tokens else train_budget(policy)
 
 
 @dataclass(frozen=True, kw_only=True)
