@@ -24,6 +24,8 @@ class Message:
 
     role: str
     content: str
+    tokens: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    """Of a model's message: the sampled ids behind `content`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +213,23 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> Batch:
         reward_parts={
             n: torch.tensor([r.reward_parts.get(n, 0.0) for r in rollouts], dtype=torch.float32) for n in names
         },
+    )
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """One batch of several fresh ones, in order. A reward part that one of them lacks is 0 there."""
+    names = sorted({name for b in batches for name in b.reward_parts})
+    lengths = torch.cat([b.lengths for b in batches])
+
+    names_of_fields = ("tokens", "mask", "rewards", "group", "valid", "truncated", "rollout_logprobs", "version")
+    fields: dict[str, Any] = {name: torch.cat([getattr(b, name) for b in batches]) for name in names_of_fields}
+    return Batch(
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        reward_parts={
+            n: torch.cat([b.reward_parts[n] if n in b.reward_parts else torch.zeros(len(b)) for b in batches])
+            for n in names
+        },
+        **fields,
     )
 
 

@@ -2,16 +2,22 @@
 
 An environment's file defines `Environment`, built as `Environment(config, recipe_env, recipe_data)`, and `Config`, its
 options under `env.<name>.*`.
+It bounds its own waits: a step or a reward that may hang runs in `pool.Pool`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
+from rlctl.errors import RlctlError
 from rlctl.types import Message, Prompt
 
 Split = Literal["train", "validation"]
+
+
+class NoVoteError(Exception):
+    """Raised by an episode's step or reward: the rollout is invalid and the text says why."""
 
 
 class Episode(Protocol):
@@ -37,6 +43,26 @@ class EnvironmentProtocol(Protocol):
         """Indexable prompts of a split; the same on every rank."""
         ...
 
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Judge own prompts (`data.train_path`) before they are used.
+
+        Raises:
+            RlctlError: this environment cannot score them.
+        """
+        ...
+
     def start(self, prompt: Prompt) -> Episode:
         """Begin an episode."""
         ...
+
+
+def refuse_own_prompts(name: str) -> NoReturn:
+    """An environment that makes its prompts cannot score others.
+
+    Raises:
+        RlctlError: always.
+    """
+    raise RlctlError(
+        f"env.name `{name}` brings its own prompts, but data.train_path is set as well",
+        "drop one of the two; own prompts are scored by env.reward=my_file.py:score or env.name=math",
+    )
