@@ -10,6 +10,11 @@ import yaml
 from rlctl.errors import RlctlError
 
 
+def names() -> list[str]:
+    """All accelerators."""
+    return list(yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text()))
+
+
 def gpu_memory_bytes(kind: str) -> int:
     """Memory of an accelerator, e.g. 80,000,000,000 for `h100`; case does not matter.
 

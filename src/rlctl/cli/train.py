@@ -1,0 +1,111 @@
+"""`rlctl train`: resolve, say what was resolved, and run or say why not."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rlctl.cli import options, output
+
+if TYPE_CHECKING:
+    from rlctl.cli.job import Job
+
+EXAMPLES = "\n\n".join(  # noqa: FLY002  a blank line is what typer keeps as a line break
+    (
+        "[bold]Examples[/bold]",
+        "rlctl train grpo --recipe smoke-tiny",
+        "rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5",
+        "rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run",
+        "rlctl train grpo --model ./my_model data.train_path=my.jsonl env.reward=my_file.py:score",
+    )
+)
+
+
+def train(  # noqa: PLR0913, PLR0917  one parameter an option
+    context: typer.Context,
+    algorithm: Annotated[
+        str, typer.Argument(metavar="ALGORITHM", show_default=False, help="A file in algorithms/, e.g. grpo.")
+    ],
+    overrides: options.Overrides = None,
+    recipe: options.Recipe = None,
+    model: options.Model = None,
+    backend: options.Backend = None,
+    recipe_dir: options.RecipeDir = None,
+    procs: options.Procs = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    launcher: options.Launcher = None,
+    run_dir: options.RunDir = None,
+    dry_run: Annotated[
+        Literal["plan", "build"] | None,
+        typer.Option(
+            metavar="[=build]",
+            rich_help_panel="Output",
+            show_default=False,
+            help="Print what it resolves to; start nothing. =build: also build ranks at true size.",
+        ),
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Train a model by reinforcement learning."""
+    from rlctl.cli import job  # hydra takes a third of the time that `--help` may take
+
+    request = job.Request(
+        algorithm=algorithm, overrides=overrides or (), recipe=recipe, model=model, backend=backend,
+        recipe_dirs=recipe_dir or (), procs=procs, nodes=nodes, gpus_per_node=gpus_per_node, launcher=launcher,
+        run_dir=run_dir,
+    )  # fmt: skip
+    prepared = job.prepare(request, arguments=context.obj)
+    if dry_run:
+        return _dry(prepared, json, build=dry_run == "build")
+    return _run(prepared, json)
+
+
+def _dry(job: Job, as_json: bool, *, build: bool) -> int:
+    """Print the plan, and what was built; start nothing."""
+    from rlctl.cli import report  # see `train`
+
+    ranks: list[dict[str, Any]] = []
+    if build:
+        from rlctl.plan.build import dry_build  # only here: its child process imports Megatron
+
+        ranks = [vars(rank) for rank in dry_build(job.resolved.recipe)]
+    if as_json:
+        output.document(job.plan | ({"built": ranks} if build else {}))
+    else:
+        refused = ["", f"refused here: {job.refused.message}"] if job.refused else []
+        output.data("\n".join([report.text(job.plan), *report.derived(job.plan), *report.built(ranks), *refused]))
+    return 0
+
+
+def _run(job: Job, as_json: bool) -> int:
+    """Start the job here, or say why not."""
+    from rlctl.cli import report  # see `train`
+    from rlctl.launch import env, local
+
+    if job.refused is not None:
+        if not as_json:
+            output.note(report.text(job.plan) + "\n")
+        raise output.Refusal(job.refused, job.plan)
+    cluster = job.resolved.recipe.cluster
+    if cluster.launcher == "env":
+        env.run(job.run_dir, create=job.create)
+    job.create()
+    output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}")
+    processes = cluster.gpus_per_node or cluster.procs
+    assert processes is not None
+    status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)
+    if as_json:
+        output.document({"run_dir": str(job.run_dir), "exit_status": status, "last_step": _last_step(job.run_dir)})
+    return status
+
+
+def _last_step(run_dir: Path) -> dict[str, Any] | None:
+    """The last line of metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return json_.loads(lines[-1]) if lines else None

@@ -1,0 +1,51 @@
+"""The lines that would run a job elsewhere, or small and here: exact, to be pasted."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rlctl.recipe.derive import Resolved
+
+HEAD = "HEAD_ADDRESS"
+PORT = 29500
+_OWN_FLAGS = {"--dry-run", "--json", "--debug", "--quiet"}  # about this invocation, not about the job
+
+
+def torchrun(resolved: Resolved, arguments: Sequence[str]) -> str:
+    """The line for each node of the job.
+
+    Args:
+        resolved: the job.
+        arguments: after `rlctl`, as the user wrote them.
+    """
+    cluster, run_dir = resolved.recipe.cluster, resolved.recipe.run_dir
+    assert run_dir is not None
+    per_node = cluster.gpus_per_node or cluster.procs
+    if cluster.num_nodes > 1:
+        start = (
+            f"torchrun --nnodes {cluster.num_nodes} --nproc-per-node {per_node} "
+            f"--rdzv-backend c10d --rdzv-endpoint {HEAD}:{PORT}"
+        )
+    else:
+        start = f"torchrun --standalone --nproc-per-node {per_node}"
+    return f"{start} -m rlctl {shlex.join(_job(arguments))} --launcher env --run-dir {shlex.quote(run_dir)}"
+
+
+def _job(arguments: Sequence[str]) -> list[str]:
+    """The user's arguments without those that this line sets itself."""
+    kept, skip = [], False
+    for argument in arguments:
+        flag = argument.split("=")[0]
+        if skip:
+            skip = False
+        elif flag in ("--launcher", "--run-dir"):
+            skip = "=" not in argument
+        elif flag not in _OWN_FLAGS:
+            kept.append(argument)
+    return kept
+
+
+def small(resolved: Resolved) -> str:
+    """The demonstration job with the same algorithm and backend."""
+    return f"rlctl train {resolved.recipe.algorithm} --model smollm2-135m --backend {resolved.backend}"

@@ -1,0 +1,144 @@
+"""One node: torchrun with a worker for each process, and one message when any of them fails.
+
+1. torchrun's own output goes to logs/launcher.log; workers write to logs/rank_N.log.
+2. Progress lines reach the console through a file descriptor that workers inherit as number 0: torchrun closes all
+   others above 2, and its own 1 and 2 are the log.
+3. SIGINT and SIGTERM are forwarded once, so that workers can stop in order; the second one kills.
+4. Whatever happens, no process is left: torchrun dies with this process, workers with torchrun.
+
+It does not know what workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlctl.errors import INTERRUPTED, RlctlError
+
+CONSOLE = "RLCTL_CONSOLE_FD"
+SHUTDOWN_SECONDS = 300  # from the first signal until torchrun kills: a step may end and save
+_PR_SET_PDEATHSIG = 1
+
+
+def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.launch.worker") -> int:
+    """Train in `processes` worker processes on this node.
+
+    Args:
+        run_dir: made by run_directory.create.
+        processes: workers.
+        has_gpus: whether workers compute on GPUs; else each has one thread, for they share the cores.
+        worker: the module that each process runs.
+
+    Returns:
+        0, or 130 when interrupted.
+
+    Raises:
+        RlctlError: a worker failed; its own message and exit status, with its log in the hint.
+    """
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", str(processes), "--shutdown-timeout", str(SHUTDOWN_SECONDS),
+        "-m", worker, str(run_dir),
+    ]  # fmt: skip
+    environment = os.environ | {CONSOLE: "0"} | ({} if has_gpus else {"OMP_NUM_THREADS": "1"})
+    with (run_dir / "logs" / "launcher.log").open("wb") as log, _console() as console:
+        process = subprocess.Popen(
+            command, env=environment, stdin=console, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
+        )  # fmt: skip
+        signals = _wait(process)
+    if signals:
+        return INTERRUPTED
+    if process.returncode:
+        raise _failure(run_dir, process.returncode)
+    return 0
+
+
+@contextlib.contextmanager
+def _console() -> Iterator[int]:
+    """Standard error as a descriptor; a captured one (in a test) may have none."""
+    try:
+        descriptor = os.dup(sys.stderr.fileno())
+    except (OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(process: subprocess.Popen[Any]) -> int:
+    """Wait for torchrun; the number of signals that this process got meanwhile."""
+    received: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) == 1:
+            process.send_signal(signal.SIGTERM)
+        else:
+            _kill(process.pid)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process.wait()
+    finally:
+        if process.poll() is None:
+            _kill(process.pid)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return len(received)
+
+
+def _kill(launcher: int) -> None:
+    """SIGKILL to torchrun and what it started."""
+    for pid in [launcher, *_descendants(launcher)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        todo += (mine := children.get(todo[0], []))
+        found += mine
+        todo.pop(0)
+    return found
+
+
+def _failure(run_dir: Path, returncode: int) -> RlctlError:
+    """The first worker's own error, or what torchrun saw of one that died without a word."""
+    logs = run_dir / "logs"
+    reports = sorted(logs.glob("error_rank_*.json"), key=lambda f: (f.stat().st_mtime_ns, f.name))
+    if reports:
+        report = json.loads(reports[0].read_text())
+        rank = reports[0].stem.removeprefix("error_rank_")
+        hint = report["hint"] or f"see {logs / f'rank_{rank}.log'}"
+        where = "" if str(logs) in hint else f" (log: {logs / f'rank_{rank}.log'})"
+        return RlctlError(report["error"], hint + where, exit_status=int(report["exit_status"]))
+    text = (logs / "launcher.log").read_text(errors="replace")
+    died = re.search(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", text)
+    if died is None:
+        return RlctlError(f"torchrun ended with status {returncode}", f"see {logs / 'launcher.log'}", exit_status=1)
+    code = int(died[2])
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    hint = "the kernel may have run out of memory; " if code == -signal.SIGKILL else ""
+    return RlctlError(f"rank {died[1]} {how}", f"{hint}see {logs / f'rank_{died[1]}.log'}", exit_status=1)

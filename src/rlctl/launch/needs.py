@@ -1,0 +1,137 @@
+"""What a resolved recipe needs, against what is here. Pure: starts nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from rlctl import plugins
+from rlctl.device import Hardware
+from rlctl.errors import ENVIRONMENT, RlctlError
+from rlctl.plan import memory
+from rlctl.recipe.derive import Resolved
+
+HOST_PROCESS_BYTES = 3 << 29  # resident size of a worker without its model: torch, transformers and vLLM imported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Of one job."""
+
+    memory: memory.Memory
+    """Of the fullest rank."""
+    cache_bytes: int
+    """The engine's key-value cache on a host; on a GPU it takes what is free, so 0."""
+    rank_bytes: int
+    """At a rank's peak: on a GPU training, for engine and optimizer take turns; on a host all together."""
+    node_bytes: int
+    """Host memory of a node's processes where there are no GPUs; else 0."""
+
+
+def needs(resolved: Resolved) -> Needs:
+    """Memory of a recipe by plan/memory.py."""
+    policy = resolved.recipe.policy
+    generation, packing = policy.generation, policy.sequence_packing
+    tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
+    if packing.enabled:
+        assert packing.train_mb_tokens is not None
+        tokens = packing.train_mb_tokens
+    estimate = memory.estimate(
+        resolved.model.config,
+        resolved.layout,
+        precision=policy.precision,
+        backend=resolved.backend,
+        max_tokens_per_microbatch=tokens,
+        activation_checkpointing=policy.activation_checkpointing,
+        reference="ref" in algorithm_needs(resolved),
+        generation_tp=generation.vllm_cfg.tensor_parallel_size if generation.backend == "vllm" else 1,
+    )
+    if resolved.recipe.cluster.procs is None:
+        return Needs(memory=estimate, cache_bytes=0, rank_bytes=estimate.training, node_bytes=0)
+    cache = generation.vllm_cfg.kv_cache_bytes if generation.backend == "vllm" else 0
+    engine = cache + estimate.engine_weights + estimate.reference
+    own = estimate.training - memory.UNMODELLED_BYTES + engine + HOST_PROCESS_BYTES
+    return Needs(memory=estimate, cache_bytes=cache, rank_bytes=own, node_bytes=own * resolved.recipe.cluster.procs)
+
+
+def fits(resolved: Resolved, need: Needs, *, memory_bytes: float) -> bool:
+    """Whether a GPU of that size holds the fullest rank, in training and with the engine awake."""
+    generation = resolved.recipe.policy.generation
+    if generation.backend == "vllm":
+        return need.memory.fits(memory_bytes, utilization=generation.vllm_cfg.gpu_memory_utilization)
+    return max(need.memory.training, need.memory.resident + need.memory.engine_weights) <= memory_bytes
+
+
+def algorithm_needs(resolved: Resolved) -> frozenset[str]:
+    """What the algorithm asks to be computed, e.g. {"ref"}."""
+    module = plugins.load("algorithm", resolved.recipe.algorithm)
+    options = module.Config(grpo=resolved.recipe.advantage, loss_fn=resolved.recipe.loss_fn)
+    return module.Algorithm(options).needs
+
+
+def refuse(resolved: Resolved, need: Needs, hardware: Hardware) -> RlctlError | None:
+    """Why this machine cannot run the job now; None when it can. The hint names the mend."""
+    problem = _devices(resolved, hardware) or _memory(resolved, need, hardware)
+    return problem or _unsupported(resolved) or _packages(resolved)
+
+
+def _unsupported(resolved: Resolved) -> RlctlError | None:
+    """Degrees that the plan knows and the engine does not run yet."""
+    layout = resolved.layout
+    degrees = {"pipeline": layout.pp, "context": layout.cp, "expert": layout.ep, "expert tensor": layout.etp}
+    wanted = [f"{name} parallelism ({degree})" for name, degree in degrees.items() if degree > 1]
+    if not wanted:
+        return None
+    return RlctlError(
+        f"this release trains with data, tensor and sequence parallelism; the layout also has {' and '.join(wanted)}",
+        "`--dry-run` plans it; to run now, set these degrees to 1",
+        exit_status=ENVIRONMENT,
+    )
+
+
+def _devices(resolved: Resolved, hardware: Hardware) -> RlctlError | None:
+    cluster = resolved.recipe.cluster
+    if cluster.launcher == "env":
+        return None
+    gpus = cluster.gpus_per_node or 0
+    if gpus > hardware.gpus:
+        here = f"{hardware.gpus} here" if hardware.gpus else "none here"
+        size = (
+            f"{cluster.num_nodes * gpus} GPUs ({cluster.num_nodes} x {gpus})"
+            if cluster.num_nodes > 1
+            else f"{gpus} GPUs"
+        )
+        return RlctlError(
+            f"this job needs {size}, there are {here}",
+            "run the torchrun line above on such nodes, or try it small here with the line above",
+            exit_status=ENVIRONMENT,
+        )
+    if cluster.num_nodes > 1:
+        return RlctlError(
+            f"this job needs {cluster.num_nodes} nodes, and the local launcher starts processes on this one only",
+            "run the torchrun line above on every node",
+            exit_status=ENVIRONMENT,
+        )
+    return None
+
+
+def _memory(resolved: Resolved, need: Needs, hardware: Hardware) -> RlctlError | None:
+    if need.node_bytes <= hardware.memory_bytes:
+        return None
+    procs = resolved.recipe.cluster.procs
+    return RlctlError(
+        f"{procs} processes need about {need.node_bytes / 1e9:.1f} GB, "
+        f"this host has {hardware.memory_bytes / 1e9:.1f} GB",
+        "choose a smaller model or fewer processes, or run on GPUs with `--gpus-per-node`",
+        exit_status=ENVIRONMENT,
+    )
+
+
+def _packages(resolved: Resolved) -> RlctlError | None:
+    if resolved.recipe.policy.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        return RlctlError(
+            "vLLM is not installed, and policy.generation.backend is `vllm`",
+            "install the extra `cpu` or `gpu`, or set policy.generation.backend=transformers",
+            exit_status=ENVIRONMENT,
+        )
+    return None
