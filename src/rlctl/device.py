@@ -88,6 +88,12 @@ def init_process_group(timeout_seconds: float) -> None:
     dist.init_process_group(backend(), timeout=timedelta(seconds=timeout_seconds), device_id=where)
 
 
+def destroy_process_group() -> None:
+    """Leave the process groups; without it gloo may abort at exit."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and (through torch) the device."""
     random.seed(seed)

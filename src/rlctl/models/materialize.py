@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors.torch import save_file
+
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.lazy import torch
 from rlctl.models import tiny_tokenizer
@@ -154,7 +156,7 @@ def _write_tiny(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TINY_SEED)
         model = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).float()
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -171,8 +173,20 @@ def _write_gguf(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
     plain.generation_config = transformers.GenerationConfig(
         bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"], pad_token_id=config["pad_token_id"]
     )
-    plain.save_pretrained(folder)
+    _save(plain, folder)
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Config and weights. In a process group, transformers' own save_pretrained writes on rank 0 alone, and the rank
+    that got the lock may be another.
+    """
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied weight once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def transformers_config(config: Mapping[str, Any]) -> Any:

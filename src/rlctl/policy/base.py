@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rlctl.algorithms.base import AlgorithmProtocol
+from rlctl.parallel import Layout
 from rlctl.types import Batch, TokenOutputs
 
 Offloadable = Literal["optimizer", "weights", "all"]
@@ -35,6 +36,8 @@ class WeightSource(Protocol):
 
 class PolicyProtocol(Protocol):
     """A model that is trained."""
+
+    layout: Layout
 
     def forward(
         self, batch: Batch, weights: Literal["policy", "reference"] = "policy", outputs: tuple[str, ...] = ("logprobs",)

@@ -43,6 +43,12 @@ def weighted_loss(
     token_loss, metrics = algorithm.loss(batch, out)
     weighted = batch.loss_weights * token_loss
     assert out.entropy is not None
-    shared = {"loss": Metric(values=weighted.detach(), reduce="sum"), "entropy": Metric(values=out.entropy)}
+    apart = (out.logprobs.detach() - batch.rollout_logprobs).abs()
+    shared = {
+        "loss": Metric(values=weighted.detach(), reduce="sum"),
+        "entropy": Metric(values=out.entropy),
+        "token_mult_prob_error": Metric(values=apart.exp()),
+        "max_logprob_error": Metric(values=apart, reduce="max"),
+    }
     sums.add(batch, {**metrics, **shared})
     return weighted.sum()

@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,14 +35,16 @@ from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint.safetensors import Reader
 from rlctl.checkpoint.shards import ShardedWeights, load_whole, shards
 from rlctl.config import Recipe
+from rlctl.errors import RlctlError
 from rlctl.models.base import HfConfig
 from rlctl.models.build import TORCH_DTYPES, build_model
 from rlctl.parallel import Layout, layout_of
 from rlctl.policy.base import Offloadable, TrainState
-from rlctl.policy.logprobs import scatter_to_stream, token_logprobs
+from rlctl.policy.logprobs import token_logprobs
+from rlctl.policy.loss import weighted_loss
 from rlctl.policy.metrics import MetricSums
-from rlctl.policy.packing import Microbatch, build_microbatch, plan
-from rlctl.types import Batch, Metric, TokenOutputs
+from rlctl.policy.packing import Budget, Microbatch, build_microbatch, logprob_budget, plan, train_budget
+from rlctl.types import Batch, TokenOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +86,6 @@ class Policy:
         outputs: tuple[str, ...] = ("logprobs",),
     ) -> TokenOutputs:
         """Logprobs and entropy [N] of the masked tokens, without gradient; the same on every rank."""
-        lengths = batch.lengths.tolist()
-        packing, policy = self.recipe.policy.sequence_packing, self.recipe.policy
-        budget = (packing.logprob_mb_tokens or packing.train_mb_tokens) if packing.enabled else None
-        count = None if packing.enabled else (policy.logprob_batch_size or policy.train_micro_batch_size)
         gathered = torch.zeros(2, len(batch.tokens))
 
         def collect(micro: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Policy:
                 gathered[0, index], gathered[1, index] = logprobs.float().cpu(), entropy.float().cpu()
             return logprobs.sum()
 
-        micros = self._microbatches(batch, lengths, None, budget, count)
+        micros = self._microbatches(batch, logprob_budget(self.recipe.policy), groups=None)
         context = self._reference_weights() if weights == "reference" else contextlib.nullcontext()
         with torch.no_grad(), context:
             self._run(micros, collect, forward_only=True)
@@ -105,22 +105,37 @@ class Policy:
 
     def train_step(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
         """One optimizer update; returns loss, grad_norm, entropy and the algorithm's metrics."""
-        packing = self.recipe.policy.sequence_packing
+        metrics = self.backward(batch, algorithm)
+        if not self._gradients_are_finite():
+            raise RlctlError(
+                f"the gradient is not finite, with a loss of {metrics['loss']}",
+                "lower policy.optimizer.lr; resume from the last checkpoint",
+                exit_status=1,
+            )
+        _, grad_norm, _ = self.optimizer.step()
+        return metrics | {"grad_norm": float(grad_norm)}
+
+    def backward(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
+        """Gradients of a minibatch, left for `gradients`; returns what `train_step` returns but the norm."""
         groups = batch.group.tolist() if algorithm.unit == "group" else None
-        budget = packing.train_mb_tokens if packing.enabled else None
-        count = None if packing.enabled else self.recipe.policy.train_micro_batch_size
-        micros = self._microbatches(batch, batch.lengths.tolist(), groups, budget, count)
+        micros = self._microbatches(batch, train_budget(self.recipe.policy), groups=groups)
         sums = MetricSums()
+        reported = sums if self._writes() else MetricSums()  # others have the same numbers
 
         def loss(micro: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            value = _weighted_loss(micro, algorithm, logprobs, entropy, sums if self._writes() else MetricSums())
-            return value
+            return weighted_loss(micro, algorithm, logprobs=logprobs, entropy=entropy, sums=reported)
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(micros, loss, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        return sums.reduce() | {"grad_norm": float(grad_norm)}
+        return sums.reduce()
+
+    def _gradients_are_finite(self) -> bool:
+        bad = torch.zeros((), device=device.current())
+        for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers:
+            bad += (~torch.isfinite(torch.linalg.vector_norm(buffer.grad_data))).float()
+        dist.all_reduce(bad)
+        return not bad.item()
 
     def set_lr(self, lr: float) -> None:
         """Learning rate, and the weight decay that Megatron's own scheduler would set with it.
@@ -143,6 +158,28 @@ class Policy:
             dtype=TORCH_DTYPES[self.recipe.policy.precision],
             vocabulary_multiple=self.layout.tp,
         )
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole gradient, fp32) after `backward`. Collective.
+
+        The distributed optimizer leaves each data-parallel rank its part of the reduced gradient buffer; the parts are
+        gathered first, then the buffer's views take the place of the weights in `weights`.
+        """
+        for group in self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+        parameters: list[Any] = list(self.model.parameters())
+        kept = [p.data for p in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.main_grad
+        held = shards(self.model)
+        for parameter, weight in zip(parameters, kept, strict=True):
+            parameter.data = weight
+        source = dataclasses.replace(self.weights(), held=held, dtype=torch.float32)
+        for named in source.whole():
+            yield from named
 
     def state(self) -> TrainState:
         """This rank's parameters, fp32 main parameters and Adam state, in this layout."""
@@ -205,19 +242,18 @@ class Policy:
             and ps.get_context_parallel_rank() == 0
         )
 
-    def _microbatches(
-        self,
-        batch: Batch,
-        lengths: Sequence[int],
-        groups: Sequence[int] | None,
-        max_tokens: int | None,
-        max_sequences: int | None,
-    ) -> list[Microbatch]:
+    def _microbatches(self, batch: Batch, budget: Budget, *, groups: list[int] | None) -> list[Microbatch]:
         """This data-parallel rank's share."""
-        dp = ps.get_data_parallel_world_size()
-        unit = self.layout.pad_unit
-        dealt = plan(lengths, groups, dp=dp, max_tokens=max_tokens, max_sequences=max_sequences, pad_unit=unit)
-        return [build_microbatch(batch, s, pad_unit=unit) for s in dealt[ps.get_data_parallel_rank()]]
+        dealt = plan(
+            batch.lengths.tolist(),
+            groups,
+            dp=ps.get_data_parallel_world_size(),
+            max_tokens=budget.max_tokens,
+            max_sequences=budget.max_sequences,
+            pad_unit=self.layout.pad_unit,
+        )
+        chosen = dealt[ps.get_data_parallel_rank()]
+        return [build_microbatch(batch, sequences, pad_unit=self.layout.pad_unit) for sequences in chosen]
 
     def _run(self, micros: list[Microbatch], use: Any, *, forward_only: bool) -> None:
         """Run every microbatch through Megatron's schedule; `use(micro, logprobs, entropy)` gives the scalar loss."""
@@ -331,7 +367,7 @@ def _optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
         adam_beta1=options.betas[0],
         adam_beta2=options.betas[1],
         adam_eps=options.eps,
-        clip_grad=recipe.policy.max_grad_norm,
+        clip_grad=recipe.policy.max_grad_norm or math.inf,  # 0 is no clipping; the norm is wanted all the same
         bf16=half,
         params_dtype=TORCH_DTYPES[recipe.policy.precision],
         use_distributed_optimizer=True,
@@ -357,30 +393,6 @@ def _inputs(micro: Microbatch) -> dict[str, Any]:
         "attention_mask": None,
         "packed_seq_params": packed,
     }
-
-
-def _weighted_loss(
-    micro: Microbatch,
-    algorithm: AlgorithmProtocol,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    sums: MetricSums,
-) -> torch.Tensor:
-    """sum(loss_weights * token_loss) of one microbatch; adds its metrics."""
-    batch = micro.batch
-    size = len(batch.tokens)
-    index = micro.target_index.to(logprobs.device)
-    out = TokenOutputs(
-        logprobs=scatter_to_stream(logprobs, index=index, length=size).cpu(),
-        entropy=scatter_to_stream(entropy, index=index, length=size).cpu(),
-    )
-    assert batch.loss_weights is not None
-    token_loss, metrics = algorithm.loss(batch, out)
-    weighted = batch.loss_weights * token_loss
-    assert out.entropy is not None
-    metrics = metrics | {"entropy": Metric(values=out.entropy), "loss": Metric(values=weighted.detach(), reduce="sum")}
-    sums.add(batch, metrics)
-    return weighted.sum().to(logprobs.device) + 0.0 * logprobs.sum()
 
 
 def _sum_over_world(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,108 @@
+"""What a run writes while it goes: phase times, metrics.jsonl, TensorBoard, and plain progress lines.
+
+Only rank 0 writes; every rank knows the phase it is in, which an error report names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlctl import device
+
+MACHINE_DEPENDENT = ("time/", "perf/", "memory/", "system/")
+
+
+class RunLog:
+    """The log of one run on one rank.
+
+    Args:
+        run_dir: gets metrics.jsonl and tensorboard/.
+        writes: whether this rank writes.
+        tensorboard: also write TensorBoard events.
+        console: where progress lines go; None for nowhere.
+    """
+
+    def __init__(self, run_dir: Path, *, writes: bool, tensorboard: bool, console: TextIO | None) -> None:
+        self.run_dir = run_dir
+        self.phase_name = "start"
+        self.seconds: dict[str, float] = {}
+        self._writes = writes
+        self._console = console if writes else None
+        self._started = time.monotonic()
+        self._metrics = (run_dir / "metrics.jsonl").open("a") if writes else None
+        self._tensorboard = _tensorboard(run_dir / "tensorboard") if writes and tensorboard else None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what happens within; phases of one name add up over a step."""
+        outer, self.phase_name = self.phase_name, name
+        start = time.monotonic()
+        yield  # an exception leaves phase_name as it is: it says where the run was
+        device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+        self.phase_name = outer
+
+    def begin_steps(self) -> None:
+        """Steps are timed from here; what was before, such as loading, is no part of the first."""
+        self.seconds, self._started = {}, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A progress line."""
+        if self._console is not None:
+            print(text, file=self._console, flush=True)
+
+    def step(self, step: int, metrics: Mapping[str, float], *, total: int) -> None:
+        """Write one step's metrics with its phase times, and its progress line.
+
+        Args:
+            step: 1-based.
+            metrics: by full name, e.g. `train/loss`; NaN is written as null, with a warning.
+            total: steps of the run.
+        """
+        now = time.monotonic()
+        times = {f"time/{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        line = {**metrics, **times, "time/step_seconds": now - self._started}
+        line["memory/peak_bytes"] = float(device.peak_memory_bytes())
+        self.seconds, self._started = {}, now
+        if not self._writes:
+            return
+        for name in sorted(n for n, v in line.items() if not math.isfinite(v)):
+            self.say(f"warning: step {step}: {name} is not finite ({line[name]})")
+        finite: dict[str, Any] = {n: v if math.isfinite(v) else None for n, v in line.items()}
+        assert self._metrics is not None
+        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            for name, value in line.items():
+                self._tensorboard.add_scalar(name, value, step)
+        self.say(_progress(step, total, line))
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _tensorboard(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # seconds to import; only rank 0 needs it
+
+    return SummaryWriter(str(folder))
+
+
+def _progress(step: int, total: int, line: Mapping[str, float]) -> str:
+    width = len(str(total))
+    parts = [f"step {step:{width}}/{total}", f"reward {line['rollout/reward']:.3f}"]
+    shown = (("train/loss", "loss", ".4f"), ("train/grad_norm", "grad norm", ".3g"), ("train/kl", "kl", ".2g"))
+    parts += [f"{label} {line[name]:{form}}" for name, label, form in shown if name in line]
+    parts.append(f"length {line['rollout/response_length']:.0f}")
+    parts.append(f"mismatch {line['mismatch/token_mult_prob_error']:.4f}")
+    parts.append(f"{line['time/step_seconds']:.1f} s")
+    return "  ".join(parts)
