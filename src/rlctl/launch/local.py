@@ -125,20 +125,25 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _failure(run_dir: Path, returncode: int) -> RlctlError:
-    """The first worker's own error, or what torchrun saw of one that died without a word."""
+    """The cause: a worker that was killed, else the first worker's own error, else what torchrun saw first."""
     logs = run_dir / "logs"
+    ends = _ends((logs / "launcher.log").read_text(errors="replace"))
+    killed = [(rank, code) for rank, code in ends if code < 0 and code != -signal.SIGTERM]  # SIGTERM is torchrun's own
     reports = sorted(logs.glob("error_rank_*.json"), key=lambda f: (f.stat().st_mtime_ns, f.name))
-    if reports:
+    if reports and not killed:
         report = json.loads(reports[0].read_text())
-        rank = reports[0].stem.removeprefix("error_rank_")
-        hint = report["hint"] or f"see {logs / f'rank_{rank}.log'}"
-        where = "" if str(logs) in hint else f" (log: {logs / f'rank_{rank}.log'})"
-        return RlctlError(report["error"], hint + where, exit_status=int(report["exit_status"]))
-    text = (logs / "launcher.log").read_text(errors="replace")
-    died = re.search(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", text)
-    if died is None:
+        log = logs / f"rank_{reports[0].stem.removeprefix('error_rank_')}.log"
+        hint = f"{report['hint']} (log: {log})" if report["hint"] else f"see {log}"
+        return RlctlError(report["error"], hint, exit_status=int(report["exit_status"]))
+    if not ends:
         return RlctlError(f"torchrun ended with status {returncode}", f"see {logs / 'launcher.log'}", exit_status=1)
-    code = int(died[2])
+    rank, code = (killed or ends)[0]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    hint = "the kernel may have run out of memory; " if code == -signal.SIGKILL else ""
-    return RlctlError(f"rank {died[1]} {how}", f"{hint}see {logs / f'rank_{died[1]}.log'}", exit_status=1)
+    hint = "the machine may have run out of memory; " if code == -signal.SIGKILL else ""
+    return RlctlError(f"rank {rank} {how}", f"{hint}see {logs / f'rank_{rank}.log'}", exit_status=1)
+
+
+def _ends(launcher_log: str) -> list[tuple[int, int]]:
+    """(rank, exit code) of the workers that torchrun saw fail, the first one observed first."""
+    found = re.findall(r"^ *rank *: (\d+) .*\n *exitcode *: (-?\d+)", launcher_log, re.MULTILINE)
+    return [(int(rank), int(code)) for rank, code in reversed(found)]
