@@ -11,25 +11,12 @@ It knows no engine: what it returns are token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlctl.errors import RlctlError
 from rlctl.types import Message
 
 _MARK = "@rlctl-reply@"  # stands for an assistant's content in the template's output
-
-
-def set_chat_template(tokenizer: Any, setting: str | None) -> None:
-    """Apply `policy.tokenizer.chat_template`: a Jinja template, or a file that holds one."""
-    if setting is None:
-        return
-    is_template = "{" in setting
-    if not is_template and not Path(setting).is_file():
-        raise RlctlError(
-            f"policy.tokenizer.chat_template: no file `{setting}`", "give a Jinja template or a file that holds one"
-        )
-    tokenizer.chat_template = setting if is_template else Path(setting).read_text()
 
 
 class Renderer:
