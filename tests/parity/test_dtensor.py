@@ -10,6 +10,12 @@ from tests.parity import dtensor_steps, oracle
 
 TOLERANCE = 1e-5
 MODELS = [(kind, tied) for kind in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+OVERRIDES = {
+    "llama": dict(rope_parameters=LLAMA3_ROPE | dict(original_max_position_embeddings=64)),
+    "qwen2": dict(vocab_size=dtensor_steps.VOCABULARY),  # odd: the ranks' parts differ
+    "qwen3": dict(pad_token_id=dtensor_steps.FIRST_TOKEN),  # its embedding learns all the same
+}
 LAYOUTS = {1: [1], 2: [1, 2]}  # processes -> tensor-parallel sizes
 
 
@@ -21,7 +27,9 @@ def name_of(kind: str, tied: bool) -> str:
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        name_of(kind, tied): tiny.save(kind, root / name_of(kind, tied), seed=i, tie_word_embeddings=tied)
+        name_of(kind, tied): tiny.save(
+            kind, root / name_of(kind, tied), seed=i, tie_word_embeddings=tied, **OVERRIDES[kind]
+        )
         for i, (kind, tied) in enumerate(MODELS)
     }
 
@@ -66,6 +74,14 @@ def test_loss_gradient_norm_and_every_gradient_equal_autograd(results, wanted, m
     assert got["gradients"].keys() == want.gradients.keys()
     errors = {name: oracle.error(got["gradients"][name], want.gradients[name]) for name in want.gradients}
     assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.slow
+@each_case
+def test_no_layout_changes_a_metric(results, model, world, tp):
+    got, alone = results[model, world, tp]["metrics"], results[model, 1, 1]["metrics"]
+    assert {"loss", "grad_norm", "entropy", "ratio", "clipped_share", "kl"} <= set(got)
+    assert got == pytest.approx(alone, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.slow

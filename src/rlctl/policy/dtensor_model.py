@@ -34,6 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlctl.checkpoint.safetensors import Reader
 from rlctl.errors import RlctlError
+from rlctl.parallel import num_experts
 
 Precision = Literal["float32", "bfloat16"]
 PLANNED_APART = {"embedding_rowwise"}  # the embedding is split by vocabulary whether or not the plan has it
@@ -100,6 +101,12 @@ def _empty(model_dir: Path, overrides: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.from_pretrained(model_dir)
     if overrides:
         config = type(config).from_dict(json.loads((model_dir / "config.json").read_text()) | overrides)
+    experts = num_experts(config.to_dict())
+    if experts:
+        raise RlctlError(
+            f"the dtensor backend does not train mixtures of experts (`{config.model_type}` has {experts} experts)",
+            "use --backend megatron",
+        )
     with init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     # A padding index would drop the gradient of a real token: many models pad with their end-of-turn token, and here
