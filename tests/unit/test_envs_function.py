@@ -210,12 +210,10 @@ def test_a_reward_file_may_import_its_neighbour(tmp_path):
 
 @pytest.mark.slow
 def test_workers_end_with_a_process_that_is_killed_even_while_they_hang(tmp_path):
-    mark = tmp_path / "killed_parent"
     reward = tmp_path / "reward.py"
     pid = tmp_path / "pid"
-    reward.write_text(
-        f"import os\ndef f(p, c, r):\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    while True: pass\n"
-    )
+    hangs = f"    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    while True: pass\n"
+    reward.write_text("import os\ndef f(prompt, completion, row):\n" + hangs)
     code = f"from tests.unit.test_envs_function import make, play; play(make({str(reward)!r}, 'f', timeout=60), ['x'])"
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_for(lambda: pid.exists() and pid.read_text())

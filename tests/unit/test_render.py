@@ -11,7 +11,8 @@ VOCABULARY = 288
 CHATML = tiny_tokenizer.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
 STRIPS_HISTORY = (  # like templates that show an answer's opening tag in the last turn only
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

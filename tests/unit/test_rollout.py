@@ -1,6 +1,8 @@
-"""Rollouts: exact masks, order, seeds, votes, and the same batch whatever the engine's timing and the number of replicas."""
+"""Rollouts: exact masks, seeds and votes, and the same batch for any timing of the engine and number of replicas."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -217,6 +219,22 @@ CASES = {  # ranks of an engine, prompts, whether odd prompts fail
     "an engine without work": (1, 1, False),
     "failures": (1, 6, True),
 }
+
+
+def test_a_task_is_judged_without_torch(tmp_path):
+    (tmp_path / "my.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n')
+    (tmp_path / "my_file.py").write_text("def score(prompt, completion, row): return 1.0\n")
+    code = """
+import sys
+from rlctl import config, rollout
+own = {"train_path": "my.jsonl", "output_key": "answer"}
+for env, data in (({"name": "arithmetic"}, {}), ({"reward": "my_file.py:score"}, own), ({"name": "math"}, own)):
+    recipe = config.Recipe(env=config.Env(**env), data=config.Data(**data))
+    assert rollout.load_prompts(recipe, rollout.build_environment(recipe))
+print(sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "[]", run.stderr
 
 
 @pytest.mark.slow
