@@ -6,6 +6,8 @@ from typing import Any
 
 from rlctl.errors import RlctlError
 from rlctl.models.base import HfConfig, WeightRule, attention_rules, dense_config, gate_up_rule, outer_rules
+from rlctl.parallel import num_experts
+from rlctl.parallel import num_experts
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
     if not hf.get("norm_topk_prob"):
         raise RlctlError("`norm_topk_prob: false` is not understood", "use a model with `norm_topk_prob: true`")
     return dense_config(hf, qk_norm=True) | {
-        "num_moe_experts": hf["num_experts"],
+        "num_moe_experts": num_experts(hf),
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_pre_softmax": False,
@@ -46,10 +48,10 @@ def _moe_rules(hf: HfConfig, layer: int) -> list[WeightRule]:
         WeightRule(
             key=f"{key}mlp.router.weight",
             sources=(f"{source}mlp.gate.weight",),
-            source_shapes=((hf["num_experts"], hidden),),
+            source_shapes=((num_experts(hf), hidden),),
         ),
     ]
-    for expert in range(hf["num_experts"]):
+    for expert in range(num_experts(hf)):
         one, experts = f"{source}mlp.experts.{expert}.", f"{key}mlp.experts.experts."
         table += [
             gate_up_rule(f"{experts}linear_fc1.weight", one, (ffn, hidden), index=(expert,)),
