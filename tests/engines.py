@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlctl.config import Recipe
 from rlctl.types import Completion, Request, Sampling
@@ -82,11 +83,9 @@ def perturb(model: Any, *, seed: int = 1, share: float = 0.2) -> Any:
 class Weights:
     """A WeightSource: the tensors of a transformers model as its files name them, in small buckets."""
 
-    def __init__(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
-        from safetensors.torch import load_file
-
-        self.tensors = list(load_file(folder / "model.safetensors").items())
+    def __init__(self, model: Any) -> None:
+        parameters = dict(model.named_parameters())  # a tied projection is listed once
+        self.tensors = list(revert_weight_conversion(model, parameters).items())
 
     def whole(self, bucket_bytes: int = 1 << 28, to: Any = "all") -> Iterator[list[tuple[str, torch.Tensor]]]:
         for i in range(0, len(self.tensors), 5):

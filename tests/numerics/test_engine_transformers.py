@@ -103,7 +103,7 @@ def test_new_weights_are_taken_whole(tmp_path, kind, tied):
     assert engines.difference(stale, asked, generate(engine, asked)) < TOLERANCE
 
     new = engines.perturb(engines.load(tmp_path / "old"))
-    engine.load_weights(engines.Weights(new, tmp_path / "new"), version=3)
+    engine.load_weights(engines.Weights(new), version=3)
     given = generate(engine, asked)
     assert engines.difference(new, asked, given) < TOLERANCE
     assert engines.difference(stale, asked, given) > 100 * TOLERANCE, "the test could not tell old weights from new"
@@ -132,7 +132,7 @@ def _unknown(tensors):
 )
 def test_a_damaged_weight_stream_is_refused_and_read_to_its_end(tmp_path, damage, says):
     engine = Engine(engines.recipe(), engines.save_tiny("llama", tmp_path / "old"))
-    source = engines.Weights(engines.load(tmp_path / "old"), tmp_path / "new")
+    source = engines.Weights(engines.load(tmp_path / "old"))
     source.tensors = damage(source.tensors)
     ended = []
 
@@ -149,7 +149,7 @@ def test_a_damaged_weight_stream_is_refused_and_read_to_its_end(tmp_path, damage
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("RLCTL_SKIP_DEMO") is not None, reason="RLCTL_SKIP_DEMO is set")
-def test_smollm2_logprobs_agree_to_5e_5(tmp_path):
+def test_smollm2_logprobs_agree_to_5e_5():
     from rlctl.models.materialize import load_tokenizer, materialize
     from rlctl.models.resolve import resolve
 
@@ -163,7 +163,7 @@ def test_smollm2_logprobs_agree_to_5e_5(tmp_path):
     given = generate(engine, asked)
     assert engines.difference(engines.load(folder), asked, given) < 5e-5
     new = engines.perturb(engines.load(folder), share=0.03)
-    engine.load_weights(engines.Weights(new, tmp_path), version=1)
+    engine.load_weights(engines.Weights(new), version=1)
     assert engines.difference(new, asked, generate(engine, asked)) < 5e-5
 
 
