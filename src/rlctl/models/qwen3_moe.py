@@ -7,7 +7,6 @@ from typing import Any
 from rlctl.errors import RlctlError
 from rlctl.models.base import HfConfig, WeightRule, attention_rules, dense_config, gate_up_rule, outer_rules
 from rlctl.parallel import num_experts
-from rlctl.parallel import num_experts
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
