@@ -15,6 +15,7 @@ from rlctl.plan.memory import UNMODELLED_BYTES, estimate, parameters_of_stage
 
 LLAMA_8B, QWEN_MOE, TIED = (resolve(n).config for n in ("llama-3.1-8b", "qwen3-30b-a3b", "qwen3-0.6b"))
 PARAMETERS_8B = 8_030_261_248
+TOKENS = 448
 SETTINGS = {
     "precision": "bfloat16", "backend": "megatron", "max_tokens_per_microbatch": 4096,
     "activation_checkpointing": False, "reference": False,
@@ -139,3 +140,81 @@ def test_the_fullest_stage_is_reported():
         **(SETTINGS | {"max_tokens_per_microbatch": 65536, "activation_checkpointing": True}),
     )  # fmt: skip
     assert heavy_logits.stage == 1
+
+
+KEPT_CASES = (  # model, degrees, recompute
+    ("llama", {}, False),
+    ("llama", {}, True),
+    ("qwen3", {}, False),
+    ("qwen3_moe", {}, False),
+    ("llama", {"tp": 2, "sp": True}, False),
+    ("llama", {"tp": 2}, False),
+    ("qwen3", {"cp": 2}, False),
+    ("llama", {"cp": 2}, False),
+)
+
+
+def kept_elements(case, layers):
+    """Elements that Megatron's layers keep for backward on this rank, parameters aside."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from rlctl.models.build import build_model
+    from tests import tiny
+
+    kind, degrees, recompute = case
+    layout = Layout(world=2, **degrees)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp, context_parallel_size=layout.cp, create_gloo_process_groups=False
+    )  # fmt: skip
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    config = tiny.config(kind, num_hidden_layers=layers).to_dict()
+    model = build_model(config, layout, precision="float32", activation_checkpointing=recompute)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    # Short sequences: with context parallelism the host's attention keeps a mask of half a sequence length per token.
+    edges = torch.arange(0, TOKENS + 1, 16, dtype=torch.int32)
+    packs = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=16, max_seqlen_kv=16
+    )  # fmt: skip
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor, storage.nbytes() // 4  # held, so that no address is used twice
+        return tensor
+
+    tokens = torch.arange(TOKENS // layout.cp)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(
+            input_ids=tokens % 256, position_ids=tokens, attention_mask=None, packed_seq_params=packs,
+            output_processor=lambda *, hidden_states, **_: hidden_states,
+        )  # fmt: skip
+    return sum(size for _, size in kept.values())
+
+
+def kept_by_two_more_layers():
+    return [kept_elements(case, 4) - kept_elements(case, 2) for case in KEPT_CASES]
+
+
+@pytest.mark.slow
+def test_a_layer_keeps_the_tensors_that_the_estimate_counts():
+    """Megatron's own modules on two processes: what autograd saves for two more layers, against the estimate."""
+    from tests import distributed, tiny
+
+    settings = SETTINGS | {"precision": "float32", "max_tokens_per_microbatch": TOKENS}
+    measured = distributed.run("tests.unit.test_memory:kept_by_two_more_layers", 2)[0]
+    for (kind, degrees, recompute), found in zip(KEPT_CASES, measured, strict=True):
+
+        def estimated(layers, kind=kind, degrees=degrees, recompute=recompute):
+            config = tiny.config(kind, num_hidden_layers=layers).to_dict()
+            options = settings | {"activation_checkpointing": recompute}
+            return estimate(config, Layout(world=2, **degrees), **options).activations // 4
+
+        assert found == pytest.approx(estimated(4) - estimated(2), rel=0.03), (kind, degrees, recompute)

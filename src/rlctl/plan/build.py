@@ -68,14 +68,23 @@ def _in_child(job: dict[str, Any]) -> list[dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        child = subprocess.run(
-            [sys.executable, "-m", "rlctl.plan.build", folder],
-            env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "rlctl.plan.build", folder]
+        try:
+            child = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RlctlError(
+                f"the build took more than {TIMEOUT_SECONDS} s", "build fewer ranks: a smaller layout", exit_status=1
+            ) from error
         result = Path(folder) / "result.json"
         if child.returncode or not result.is_file():
             last = (child.stderr.strip() or "no message").splitlines()[-1]
-            raise RlctlError(f"the build process ended with {child.returncode}: {last}", "report this", exit_status=1)
+            raise RlctlError(
+                f"the build process ended with {child.returncode}: {last}",
+                "a negative number is a signal: -9 is what a host without memory sends",
+                exit_status=1,
+            )
         answer = json.loads(result.read_text())
     if "error" in answer:
         raise RlctlError(answer["error"], answer["hint"], exit_status=answer["exit_status"])

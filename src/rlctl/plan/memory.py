@@ -2,10 +2,10 @@
 
 1. Parameters of a rank are counted from the architecture's weight rules, exactly as Megatron lays them out.
 2. Weights, gradients and optimizer state follow from them by the backend's bytes per parameter.
-3. Activations and logits are upper bounds from the tensors that each operation keeps for its backward.
+3. Activations and logits follow from the tensors that each operation keeps for its backward.
 
 It does not know time, nor the memory that allocators lose to fragmentation (`UNMODELLED_BYTES` stands for that).
-Legend: t tokens of a microbatch on a rank, H hidden size, A query width, K key (or value) width, F feed-forward size.
+Legend: H hidden size, D head size, A query width, K key (or value) width, F feed-forward size, E experts, c cp.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 UNMODELLED_BYTES = 4 << 30  # CUDA context, communication buffers, fragmentation: an allowance, not a measurement
 LOGIT_CHUNK_BYTES = 2 * (64 << 20)  # two fp32 temporaries of policy/logprobs.py
 _SPLIT = tuple(  # what tensor parallelism divides; all else is whole on every rank
-    f".{name}"
-    for name in (
-        "word_embeddings.weight",
-        "linear_qkv.weight",
-        "linear_qkv.bias",
-        "linear_proj.weight",
-        "linear_fc1.weight",
-        "linear_fc2.weight",
-    )
-) + ("output_layer.weight",)
+    f"{module}.{part}"
+    for module in ("word_embeddings", "output_layer", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    for part in ("weight", "bias" if module == "linear_qkv" else "weight")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +182,8 @@ def estimate(
 def _megatron_state(local: _Parameters, layout: Layout, precision: Precision) -> dict[str, int]:
     """Weights in the precision, fp32 main gradients, and optimizer state sharded over data-parallel ranks.
 
-    Source: megatron/core/optimizer/distrib_optimizer.py: bfloat16 weights have an fp32 main copy (4 bytes) beside
-    Adam's moments (8 bytes); fp32 weights are their own main copy. Context-parallel ranks count as data-parallel ones;
-    experts are sharded over world / (etp * ep * pp) ranks.
+    Source: megatron/core/optimizer/distrib_optimizer.py (fp32 weights are their own main copy). Context-parallel ranks
+    count as data-parallel ones; experts are sharded over world / (etp * ep * pp) ranks.
     """
     replicas = layout.dp * layout.cp
     expert_replicas = layout.world // (layout.etp * layout.ep * layout.pp)
@@ -229,8 +222,7 @@ def _activations(fields: dict[str, Any], layout: Layout, *, recompute: bool, sta
     """Elements per token that the layers of a stage keep for backward.
 
     At most pp - stage microbatches are in flight (1F1B). With recompute a layer keeps its input only, and one layer's
-    whole set is alive at a time. After the accounting of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with
-    this model's operations (`_layer_elements`).
+    whole set is alive at a time. The accounting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
     """
     layers = fields["num_layers"] // layout.pp
     whole = _layer_elements(fields, layout)
@@ -240,21 +232,21 @@ def _activations(fields: dict[str, Any], layout: Layout, *, recompute: bool, sta
 
 
 def _layer_elements(fields: dict[str, Any], layout: Layout) -> float:
-    """Elements that one layer keeps per token of this rank.
+    """Elements that one layer keeps per token of this rank, with the torch layer spec; fused layers keep fewer.
 
-    4H of norm inputs and outputs (divided only by sequence parallelism); A + 2K of query, key, value and A of
-    attention output; with query and key norms A + K of their inputs; with context parallelism 2K(c - 1) of gathered
-    keys and values; 4F of the gated feed-forward block (gate, up, activated gate, product). An expert layer has k
-    tokens for each one, balanced over experts, with 2H of dispatched input and output, and fp32 router logits and
-    probabilities.
+    Norms: each its input, normalised input and output, 6H, divided by sequence parallelism alone. Attention: rotated
+    query, output and its concatenation 3A, the joint projection A + 2K through a view, rotated key K; with context
+    parallelism the gathered keys and values 2Kc instead, and the view only if there are query and key norms, which add
+    2A + K; rotary tables 4D. Feed-forward: gate, up, activated gate, up again, product: 5F. An expert layer has k
+    copies of each token, balanced over experts: H + 6F of each, and 2E of router logits and probabilities.
     """
-    hidden, tp = fields["hidden_size"], layout.tp
-    query = fields["num_attention_heads"] * fields["kv_channels"]
-    key = fields["num_query_groups"] * fields["kv_channels"]
-    attention = 2 * query + 2 * key + (query + key if fields["qk_layernorm"] else 0) + 2 * key * (layout.cp - 1)
-    outside = 4 * hidden / (tp if layout.sp else 1)
+    tp, cp, normed = layout.tp, layout.cp, fields["qk_layernorm"]
+    query, key = (fields["kv_channels"] * fields[n] for n in ("num_attention_heads", "num_query_groups"))
+    attention = 3 * query + (key if cp == 1 else 2 * key * cp)
+    attention += (query + 2 * key) * (cp == 1 or normed) + (2 * query + key) * normed
+    total = 6 * fields["hidden_size"] / (tp if layout.sp else 1) + attention / tp + 4 * fields["kv_channels"]
     if "num_moe_experts" not in fields:
-        return outside + (attention + 4 * fields["ffn_hidden_size"]) / tp
+        return total + 5 * fields["ffn_hidden_size"] / tp
     copies = fields["moe_router_topk"] * layout.etp / tp
-    experts = copies * (2 * hidden + 4 * fields["moe_ffn_hidden_size"] / layout.etp) + 4 * fields["num_moe_experts"]
-    return outside + attention / tp + experts
+    expert = fields["hidden_size"] + 6 * fields["moe_ffn_hidden_size"] / layout.etp
+    return total + copies * expert + 2 * fields["num_moe_experts"]
