@@ -60,9 +60,9 @@ def check(requests: Iterable[Request], *, unfinished: Sequence[int], vocabulary:
                 "lower policy.generation.max_new_tokens or data.max_input_seq_length, "
                 "or raise policy.max_total_sequence_length as far as the model's positions go",
             )
-        highest = max(request.prompt_tokens)
-        if highest >= vocabulary or min(request.prompt_tokens) < 0:
+        outside = [token for token in request.prompt_tokens if not 0 <= token < vocabulary]
+        if outside:
             raise RlctlError(
-                f"prompt token {highest} is outside the model's vocabulary of {vocabulary}",
+                f"prompt token {outside[0]} is outside the model's vocabulary of {vocabulary}",
                 "set policy.tokenizer.name to the tokenizer that belongs to the model",
             )

@@ -229,8 +229,8 @@ def _import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
+        vllm = importlib.import_module("vllm")
         importlib.import_module("vllm.sampling_params")
-        return importlib.import_module("vllm")
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
@@ -240,6 +240,7 @@ def _import_vllm() -> Any:
             "or set policy.generation.backend=transformers",
             exit_status=ENVIRONMENT,
         ) from error
+    return vllm
 
 
 def _arguments(recipe: Recipe, options: Config, model_dir: Path) -> dict[str, Any]:
