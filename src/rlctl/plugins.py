@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -34,6 +35,7 @@ def names(kind: str) -> list[str]:
     return sorted(f.stem for f in folder.glob("*.py") if f.stem not in _HELPERS and _defines(f, attribute))
 
 
+@functools.cache  # parsing a package's files costs more than all else that a dry run does
 def _defines(file: Path, attribute: str) -> bool:
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == attribute:

@@ -75,7 +75,7 @@ def _usage(mistake: _click.exceptions.UsageError) -> RlctlError:
         near = difflib.get_close_matches(mistake.option_name, known, n=1)
         hint = f"did you mean `{near[0]}`? {hint}" if near else hint
     elif isinstance(mistake, _click.exceptions.BadParameter) and not message.startswith("Missing"):
-        message = mistake.format_message().rstrip(".").replace("'", "`")
+        message = mistake.format_message().replace("Value error, ", "").rstrip(".").replace("'", "`")
     elif message.startswith("No such command"):
         message, _, near_command = message.partition(". Did you mean ")
         hint = f"did you mean {near_command.rstrip('?')}? {hint}" if near_command else hint

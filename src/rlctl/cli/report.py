@@ -14,6 +14,7 @@ from rlctl.plan import hardware as gpus
 from rlctl.plan.memory import UNMODELLED_BYTES
 from rlctl.recipe.compose import Composed, as_values
 from rlctl.recipe.derive import Resolved
+from rlctl.recipe.places import short
 
 _PARTS = ("weights", "gradients", "main_weights", "optimizer", "gathered", "activations", "logits")
 
@@ -91,10 +92,10 @@ def derived(plan: dict[str, Any]) -> list[str]:
 
 def built(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """Lines on the ranks that were built at true size (plan/build.py)."""
-    lines = [
-        f"  rank {r['rank']}, stage {r['stage']}: {_count(r['parameters'])} parameters, {r['weight_bytes'] / 1e9:.2f} GB"
-        for r in ranks
-    ]
+    lines = []
+    for rank in ranks:
+        size = f"{_count(rank['parameters'])} parameters, {rank['weight_bytes'] / 1e9:.2f} GB"
+        lines.append(f"  rank {rank['rank']}, stage {rank['stage']}: {size}")
     return ["", "built at true size, as planned", *lines] if ranks else []
 
 
@@ -114,7 +115,7 @@ def _what(plan: dict[str, Any]) -> list[str]:
     )
     steps = f"at most {grpo['max_num_steps']} steps, {grpo['max_num_epochs']} epoch{'s' * (grpo['max_num_epochs'] > 1)}"
     return [
-        _row("recipe", f"{plan['recipe']['name']} ({_short(plan['recipe']['path'])})"),
+        _row("recipe", f"{plan['recipe']['name']} ({short(Path(plan['recipe']['path']))})"),
         _row("model", f"{plan['model']['name']}, {_count(plan['model']['parameters'])} parameters"),
         _row("backend", f"{plan['backend']}, {policy['precision']}"),
         _row("layout", f"{plan['layout']['text']} on {_processes(plan['needs'])}"),
@@ -178,10 +179,3 @@ def _count(parameters: int) -> str:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:8.2f} GB"
-
-
-def _short(path: str) -> str:
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

@@ -68,12 +68,17 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
 def _dry(job: Job, as_json: bool, *, build: bool) -> int:
     """Print the plan, and what was built; start nothing."""
     from rlctl.cli import report  # see `train`
+    from rlctl.launch.task_check import check_task
+
+    recipe = job.resolved.recipe
+    if recipe.data.train_path is not None or recipe.env.reward is not None:
+        check_task(recipe)
 
     ranks: list[dict[str, Any]] = []
     if build:
         from rlctl.plan.build import dry_build  # only here: its child process imports Megatron
 
-        ranks = [vars(rank) for rank in dry_build(job.resolved.recipe)]
+        ranks = [vars(rank) for rank in dry_build(recipe)]
     if as_json:
         output.document(job.plan | ({"built": ranks} if build else {}))
     else:
@@ -86,12 +91,14 @@ def _run(job: Job, as_json: bool) -> int:
     """Start the job here, or say why not."""
     from rlctl.cli import report  # see `train`
     from rlctl.launch import env, local
+    from rlctl.launch.task_check import check_task
 
     if job.refused is not None:
         if not as_json:
             output.note(report.text(job.plan) + "\n")
         raise output.Refusal(job.refused, job.plan)
     cluster = job.resolved.recipe.cluster
+    check_task(job.resolved.recipe)
     if cluster.launcher == "env":
         env.run(job.run_dir, create=job.create)
     job.create()

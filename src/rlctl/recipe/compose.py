@@ -30,7 +30,7 @@ from rlctl import config, plugins
 from rlctl.errors import RlctlError
 from rlctl.recipe import find, schema
 from rlctl.recipe.overrides import Override, parse
-from rlctl.recipe.places import Places
+from rlctl.recipe.places import Places, short
 
 NATIVE = "rlctl_recipe"
 _LONG = {"fp32": "float32", "bf16": "bfloat16"}  # what other tools write for policy.precision
@@ -131,7 +131,7 @@ def _build(algorithm: str, source: find.Source, folders: Sequence[Path], setting
 def not_native(path: Path) -> RlctlError:
     """A file that does not say it is a recipe of ours."""
     return RlctlError(
-        f"`{path}` does not say `{NATIVE}: 1`, and NeMo RL files are not supported yet",
+        f"`{short(path)}` does not say `{NATIVE}: 1`, and NeMo RL files are not supported yet",
         f"if it is an rlctl recipe, add the line `{NATIVE}: 1`",
     )
 
@@ -177,9 +177,8 @@ def _read_native(path: Path) -> Mapping[str, Any]:
 
 def _yaml_error(error: yaml.MarkedYAMLError, path: Path) -> RlctlError:
     mark = error.problem_mark or error.context_mark
-    place = (
-        f"{mark.name if mark.name.startswith('/') else path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-    )
+    place = short(Path(mark.name) if mark and mark.name.startswith("/") else path)
+    place += f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     return RlctlError(f"{place} is not YAML: {error.problem}", "mend that line")
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlctl import config, parallel, plugins
-from rlctl.data import prompts
 from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.models import resolve
@@ -111,7 +110,7 @@ def _check_positive(recipe: config.Recipe) -> None:
 
 
 def _check_task(recipe: config.Recipe) -> None:
-    """The environment takes its options, and own prompts are readable: judged here, not by a worker minutes later."""
+    """Whether a task is named with what it needs; whether it works is launch/task_check.py's."""
     env, data = recipe.env, recipe.data
     if env.name is None:
         known = ", ".join(n for n in plugins.names("environment") if n != "function")
@@ -123,9 +122,6 @@ def _check_task(recipe: config.Recipe) -> None:
         raise RlctlError("environment `function` needs `env.reward`", "set env.reward=my_file.py:score")
     if env.name == "function" and data.train_path is None:
         raise RlctlError("`env.reward` needs prompts: `data.train_path` is not set", "set data.train_path=my.jsonl")
-    environment = plugins.load("environment", env.name).Environment(env.options, env, data)
-    if data.train_path is not None:
-        environment.check(prompts.load(data))
 
 
 def _backend(recipe: config.Recipe) -> Backend:

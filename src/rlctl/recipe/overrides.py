@@ -55,9 +55,7 @@ def parse(arguments: Sequence[str]) -> list[Override]:
 
 def _parse(text: str) -> Override:
     if text.startswith("~"):
-        raise RlctlError(
-            f"`{text}`: a key cannot be deleted", f"set it instead, e.g. `{text[1:].partition('=')[0]}=null`"
-        )
+        raise RlctlError(f"`{text}`: a key cannot be deleted", f"set another value: `{text[1:].partition('=')[0]}=...`")
     key, equals, value = text.lstrip("+").partition("=")
     if not equals or not key:
         raise RlctlError(f"`{text}` is not of the form key=value", "write e.g. `grpo.max_num_steps=10`")

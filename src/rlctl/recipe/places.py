@@ -30,11 +30,12 @@ class Places:
                 continue
             line = _line(path, inside.split("."))
             if line is not None:
-                return f"{_short(path)}:{line}"
-        return _short(self.files[-1][0]) if self.files else "default"
+                return f"{short(path)}:{line}"
+        return short(self.files[-1][0]) if self.files else "default"
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
+    """Relative to the working directory where it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

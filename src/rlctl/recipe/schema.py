@@ -69,12 +69,15 @@ def lookup(schema: Tree, key: str, *, where: str) -> None:
 
 
 def _suggest(schema: Tree, section: Tree, path: list[str], key: str) -> str:
-    known, leaf = list(keys(schema)), key.rsplit(".", 1)[-1]
-    here = difflib.get_close_matches(key.split(".")[len(path)], list(section), n=1, cutoff=0.7)
-    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    near = (
-        [".".join([*path, here[0]])] if here else elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    )
+    """The hint for an unknown key: a like one here, the same name elsewhere, a like one, else all keys here."""
+    known, parts = list(keys(schema)), key.split(".")
+    here = difflib.get_close_matches(parts[len(path)], list(section), n=1, cutoff=0.7)
+    mended = ".".join([*path, *here, *parts[len(path) + 1 :]])
+    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == parts[-1]]
+    if here:
+        near = [mended if mended in known else ".".join([*path, *here])]
+    else:
+        near = elsewhere or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if near:
         return f"did you mean `{near[0]}`?"
     return f"keys of {'`' + '.'.join(path) + '`' if path else 'a recipe'}: {', '.join(section)}"
