@@ -12,6 +12,6 @@ if [ $# -eq 0 ]; then
   .venv/bin/ruff format --check --quiet . || { echo "error: run .venv/bin/ruff format ." >&2; exit 1; }
   .venv/bin/ruff check --quiet .
   .venv/bin/mypy
-  .venv/bin/codespell src tests docs scripts recipes ./*.md
+  .venv/bin/codespell src docs scripts recipes ./*.md
 fi
 exec .venv/bin/python -m pytest -m "$tier" "$@"

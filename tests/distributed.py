@@ -1,6 +1,6 @@
 """Run a function in several gloo processes and get each rank's result.
 
-The function lives in an importable test module and takes plain arguments; `world` processes start under torchrun's environment variables.
+The function lives in an importable test module and takes plain arguments; processes have torchrun's variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models for tests: norms and biases are random too, so that a dropped or swapped one shows."""
+"""Tiny random Hugging Face models: norms and biases are random too, so that a dropped or swapped one shows."""
 
 from __future__ import annotations
 
