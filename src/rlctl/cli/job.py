@@ -74,7 +74,7 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
     Raises:
         RlctlError: whatever is wrong with it; that it does not fit this machine is not judged here.
     """
-    composed = _composed(request)
+    composed = compose_request(request)
     hardware = device.probe()
     resolved = derive.derive(composed, hardware)
     recipe = resolved.recipe
@@ -90,7 +90,8 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
     return Job(resolved=resolved, hardware=hardware, refused=refused, run_dir=run_dir, arguments=arguments, plan=plan)
 
 
-def _composed(request: Request) -> compose.Composed:
+def compose_request(request: Request) -> compose.Composed:
+    """The recipe of a request, with what is open left open."""
     said = {o.key: o.value for o in [*overrides.parse(request.overrides), *request.flags()]}
     model = said.get("policy.model_name")
     if model is not None:
