@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from rlctl.config import PolicySection
 from rlctl.errors import RlctlError
 from rlctl.policy import packing
 from rlctl.types import Batch
@@ -166,3 +167,21 @@ def test_an_empty_microbatch_is_a_dummy_without_targets():
     assert mb.tokens.shape == mb.position_ids.shape == (1, 4)
     assert mb.cu_seqlens.tolist() == [0, 4]
     assert (len(mb.batch), len(mb.rows), len(mb.targets), len(mb.target_index), len(mb.source)) == (0, 0, 0, 0, 0)
+
+
+def test_an_unset_token_budget_holds_the_microbatch_size_of_full_sequences():
+    section = PolicySection(max_total_sequence_length=100, train_micro_batch_size=3)
+    assert packing.train_budget(section) == packing.logprob_budget(section) == packing.Budget(max_tokens=300)
+    section.logprob_batch_size = 5
+    assert packing.logprob_budget(section) == packing.Budget(max_tokens=500)
+    section.sequence_packing.train_mb_tokens, section.sequence_packing.logprob_mb_tokens = 120, 130
+    assert packing.train_budget(section) == packing.Budget(max_tokens=120)
+    assert packing.logprob_budget(section) == packing.Budget(max_tokens=130)
+
+
+def test_without_packing_a_microbatch_is_counted_in_sequences():
+    section = PolicySection(train_micro_batch_size=3)
+    section.sequence_packing.enabled = False
+    assert packing.train_budget(section) == packing.logprob_budget(section) == packing.Budget(max_sequences=3)
+    section.logprob_batch_size = 5
+    assert packing.logprob_budget(section) == packing.Budget(max_sequences=5)
