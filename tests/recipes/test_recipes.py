@@ -1,4 +1,4 @@
-"""All packaged recipes: composed, named, headed and no longer than needed. test_experiment_build.py builds the GPU ones."""
+"""All packaged recipes: composed, named, headed, no longer than needed. GPU ones: also test_experiment_build.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from rlctl.recipe.compose import as_values, compose
 from rlctl.recipe.derive import derive
 
 SOURCES = {s.name: s for s in find.listing([find.packaged()])}
+EXPERIMENT = {  # what a reader looks for in an experiment, whether or not it is the default
+    "rlctl_recipe", "policy.precision", "policy.optimizer.lr", "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt", "cluster.num_nodes", "policy.generation.vllm_cfg.tensor_parallel_size",
+}  # fmt: skip
 HOST = Hardware(gpus=0, gpu_name=None, cpus=2, memory_bytes=25_000_000_000)
 
 
@@ -42,10 +46,7 @@ def test_a_recipe_writes_only_what_differs_from_the_defaults_or_defines_the_expe
     written = leaves(yaml.safe_load(SOURCES[name].path.read_text()))
     defaults = leaves(as_values(compose("grpo").recipe))
     same = {k: v for k, v in written.items() if k in defaults and defaults[k] == v}
-    assert set(same) <= {"rlctl_recipe", "policy.precision", "policy.optimizer.lr"} | {
-        "grpo.num_prompts_per_step",
-        "grpo.num_generations_per_prompt",
-    }
+    assert set(same) <= EXPERIMENT
 
 
 @pytest.mark.parametrize("name", SOURCES)

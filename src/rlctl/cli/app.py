@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import _click
 
-from rlctl.cli import output, recipes, train
+from rlctl.cli import options, output, recipes, train
 from rlctl.errors import INTERRUPTED, RlctlError
 
 app = typer.Typer(
@@ -31,7 +31,8 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def rlctl(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", metavar=options.FLAG, callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Post-train language models by reinforcement learning, from one CPU machine to a cluster."""

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
+FLAG = " "  # typer would print the type
 _JOB, _WHERE, _OUTPUT = "Job", "Where it runs", "Output"
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[key=value]...", show_default=False, help="Recipe keys, e.g. grpo.max_num_steps=10."),
+    typer.Argument(metavar="key=value", show_default=False, help="Recipe keys, e.g. grpo.max_num_steps=10."),
 ]
 Recipe = Annotated[
     str | None,
@@ -27,7 +28,9 @@ Backend = Annotated[
 ]
 RecipeDir = Annotated[
     list[Path] | None,
-    typer.Option(metavar="DIR", rich_help_panel=_JOB, help="Own recipes; searched first.", show_default=False),
+    typer.Option(
+        metavar="DIR", rich_help_panel=_JOB, help="Own recipes, searched first; also RLCTL_RECIPES.", show_default=False
+    ),
 ]
 Procs = Annotated[
     int | None, typer.Option(min=1, metavar="N", rich_help_panel=_WHERE, help="Processes, on a host without GPUs.")
@@ -42,5 +45,7 @@ RunDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", rich_help_panel=_OUTPUT, help="A new directory. Default: runs/RECIPE-TIME."),
 ]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="One JSON document on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=_OUTPUT, help="Show tracebacks.")]
+Json = Annotated[
+    bool, typer.Option("--json", metavar=FLAG, rich_help_panel=_OUTPUT, help="One JSON document on stdout.")
+]
+Debug = Annotated[bool, typer.Option("--debug", metavar=FLAG, rich_help_panel=_OUTPUT, help="Show tracebacks.")]

@@ -57,7 +57,7 @@ def show(
 def check(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME|FILE]...", show_default=False, help="Default: all recipes."),
+        typer.Argument(metavar="NAME|FILE", show_default=False, help="Default: all recipes."),
     ] = None,
     recipe_dir: options.RecipeDir = None,
     json: options.Json = False,

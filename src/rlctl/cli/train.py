@@ -13,15 +13,11 @@ from rlctl.cli import options, output
 if TYPE_CHECKING:
     from rlctl.cli.job import Job
 
-EXAMPLES = "\n\n".join(  # noqa: FLY002  a blank line is what typer keeps as a line break
-    (
-        "[bold]Examples[/bold]",
-        "rlctl train grpo --recipe smoke-tiny",
-        "rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5",
-        "rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run",
-        "rlctl train grpo --model ./my_model data.train_path=my.jsonl env.reward=my_file.py:score",
-    )
-)
+EXAMPLES = """[bold]Examples[/bold]
+rlctl train grpo --recipe smoke-tiny
+rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5
+rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run
+rlctl train grpo --model DIR data.train_path=my.jsonl env.reward=my_file.py:score"""
 
 
 def train(  # noqa: PLR0913, PLR0917  one parameter an option
