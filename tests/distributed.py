@@ -67,7 +67,7 @@ def _main(function: str, folder: str) -> None:
     device.prepare_process()  # the worker's own start: host shim, threads, environment
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    device.init_process_group(TIMEOUT_SECONDS)
     module, name = function.split(":")
     args = pickle.loads((Path(folder) / "args").read_bytes())
     result = getattr(importlib.import_module(module), name)(*args)
