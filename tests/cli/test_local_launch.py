@@ -91,6 +91,18 @@ def test_a_signal_ends_all_processes_with_130(tmp_path: Path, number: signal.Sig
     assert all_gone(workers)
 
 
+def test_a_second_signal_kills_what_does_not_stop(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", ["stubborn", "stubborn"])
+    workers = started(tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert all_gone(workers)
+
+
 def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
     process = start(tmp_path / "run", ["wait", "wait"])
     workers = started(tmp_path / "run")

@@ -45,7 +45,7 @@ OWN = "train grpo --model tiny-llama policy.max_total_sequence_length=64 data.tr
 TINY = "train grpo --recipe smoke-tiny"
 
 MISTAKES = {  # what is wrong -> (exit status, command line)
-    "misspelt command": (2, "trian grpo"),
+    "misspelt command": (2, "tarin grpo"),
     "misspelt algorithm": (2, "train gpro --model smollm2-135m"),
     "misspelt option": (2, "train grpo --modle smollm2-135m"),
     "no algorithm": (2, "train --model smollm2-135m"),
@@ -81,7 +81,7 @@ MISTAKES = {  # what is wrong -> (exit status, command line)
     "no chat template": (2, "train grpo --model llama-3.2-1b env.name=arithmetic"),
     "no model": (2, "train grpo env.name=arithmetic"),
     "no task": (2, "train grpo --model tiny-llama"),
-    "misspelt task": (2, "train grpo --model tiny-llama env.name=arithmetics"),
+    "misspelt task": (2, "train grpo --model tiny-llama env.name=arithmetik"),
     "bad task option": (2, "train grpo --model smollm2-135m env.arithmetic.digits=9"),
     "option of another task": (2, f"{TINY} env.arithmetic.digits=2"),
     "both backends": (2, f"{TINY} policy.dtensor_cfg.enabled=true"),
@@ -96,7 +96,7 @@ MISTAKES = {  # what is wrong -> (exit status, command line)
     "data for a task that makes its own": (2, f"{OWN} env.name=arithmetic"),
     "missing reward file": (2, f"{OWN} env.reward=my_reward.py:score"),
     "reward without function": (2, f"{OWN} env.reward=reward.py"),
-    "misspelt reward function": (2, f"{OWN} env.reward=reward.py:scroe"),
+    "misspelt reward function": (2, f"{OWN} env.reward=reward.py:scoer"),
     "reward file does not import": (2, f"{OWN} env.reward=bad_reward.py:score"),
     "processes do not divide": (3, f"{TINY} --procs 3 policy.megatron_cfg.tensor_model_parallel_size=2"),
     "heads do not divide": (3, f"{TINY} --procs 3 policy.megatron_cfg.tensor_model_parallel_size=3"),
@@ -171,7 +171,7 @@ def test_the_golden_file_has_no_other_mistakes() -> None:
 @pytest.mark.parametrize("name", ["misspelt command", "misspelt key", "more GPUs than here", "no task"])
 def test_json_tells_an_error_as_one_document_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, line = MISTAKES[name]
-    status = run([*shlex.split(line), "--json"] if not line.startswith("trian") else ["trian", "--json"])
+    status = run([*shlex.split(line), "--json"] if not line.startswith("tarin") else ["tarin", "--json"])
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert status == expected == document["exit_status"]

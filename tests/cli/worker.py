@@ -13,12 +13,14 @@ from pathlib import Path
 def main(run_dir: Path) -> None:
     rank = int(os.environ["RANK"])
     what = json.loads((run_dir / "behaviour.json").read_text())[rank]
-    (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
     if what == "console":
         os.write(int(os.environ["RLCTL_CONSOLE_FD"]), f"line of rank {rank}\n".encode())
         print("noise of a library")
         return
-    if what == "wait":
+    if what == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
+    if what in ("wait", "stubborn"):
         time.sleep(300)
     while not all((run_dir / f"pid_{other}").is_file() for other in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.05)

@@ -94,11 +94,15 @@ def _run(job: Job, as_json: bool) -> int:
             output.note(report.text(job.plan) + "\n")
         raise output.Refusal(job.refused, job.plan)
     cluster = job.resolved.recipe.cluster
-    check_task(job.resolved.recipe)
+
+    def create() -> None:
+        check_task(job.resolved.recipe)
+        job.create()
+        output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}")
+
     if cluster.launcher == "env":
-        env.run(job.run_dir, create=job.create)
-    job.create()
-    output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}")
+        env.run(job.run_dir, create=create)
+    create()
     processes = cluster.gpus_per_node or cluster.procs
     assert processes is not None
     status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)

@@ -88,6 +88,7 @@ def _wait(process: subprocess.Popen[Any]) -> int:
     def forward(number: int, frame: Any) -> None:
         received.append(number)
         if len(received) == 1:
+            print("stopping the workers; once more kills them", file=sys.stderr, flush=True)
             process.send_signal(signal.SIGTERM)
         else:
             _kill(process.pid)
