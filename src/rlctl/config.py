@@ -127,6 +127,13 @@ class Steps:
     max_num_steps: int = 1_000_000
     max_num_epochs: int = 1
     seed: int = 42
+    val_period: int = 0
+    """Steps between validations on held-out prompts; 0 = none."""
+    val_at_start: bool = False
+    val_at_end: bool = False
+    max_val_samples: int | None = None
+    """Held-out prompts that a validation takes, the first ones; None = all."""
+    num_val_generations_per_prompt: int = 1
 
 
 @dataclass(kw_only=True)
@@ -135,6 +142,8 @@ class Data:
 
     train_path: str | None = None
     """JSONL or parquet; one prompt a row."""
+    val_path: str | None = None
+    """Own held-out prompts, in the same columns; for validation and `rlctl eval`."""
     input_key: str = "question"
     """Column with the prompt: text, or a list of {role, content} messages."""
     output_key: str | None = None
@@ -167,6 +176,13 @@ class Checkpointing:
     enabled: bool = True
     save_period: int = 10
     """Steps between checkpoints; the last step is always saved."""
+    keep_top_k: int = 1
+    """Checkpoints that are kept: the best by `metric_name`, else the newest. The newest always stays besides."""
+    metric_name: str | None = None
+    """A name in metrics.jsonl, e.g. `val/reward`; a checkpoint of a step without it ranks last."""
+    higher_is_better: bool = True
+    checkpoint_must_save_by: str | None = None
+    """DD:HH:MM:SS after the start of the processes: the run saves and stops before that, with exit status 130."""
     save_hf: bool = True
     """Export the final policy to `hf/`, loadable by transformers and vLLM."""
 

@@ -35,7 +35,7 @@ class RunLog:
         self._writes = writes
         self._console = console if writes else None
         self._started = time.monotonic()
-        self._metrics = (run_dir / "metrics.jsonl").open("a") if writes else None
+        self._metrics: TextIO | None = None
         self._tensorboard = _tensorboard(run_dir / "tensorboard") if writes and tensorboard else None
 
     @contextlib.contextmanager
@@ -65,23 +65,29 @@ class RunLog:
             metrics: by full name, e.g. `train/loss`; NaN is written as null, with a warning.
             total: steps of the run.
         """
+        line = self.record(step, metrics)
+        self.say(_progress(step, total, line))
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write the metrics after `step` steps with the phase times since the last line; returns the whole line."""
         now = time.monotonic()
         times = {f"time/{name}_seconds": seconds for name, seconds in self.seconds.items()}
         line = {**metrics, **times, "time/step_seconds": now - self._started}
         line["memory/peak_bytes"] = float(device.peak_memory_bytes())
         self.seconds, self._started = {}, now
         if not self._writes:
-            return
+            return line
         for name in sorted(n for n, v in line.items() if not math.isfinite(v)):
             self.say(f"warning: step {step}: {name} is not finite ({line[name]})")
         finite: dict[str, Any] = {n: v if math.isfinite(v) else None for n, v in line.items()}
-        assert self._metrics is not None
+        if self._metrics is None:
+            self._metrics = (self.run_dir / "metrics.jsonl").open("a")
         self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
         self._metrics.flush()
         if self._tensorboard is not None:
             for name, value in line.items():
                 self._tensorboard.add_scalar(name, value, step)
-        self.say(_progress(step, total, line))
+        return line
 
     def close(self) -> None:
         """Flush and close the files."""

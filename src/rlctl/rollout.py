@@ -10,6 +10,7 @@ It knows no backend and no kind of engine.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import logging
 import os
@@ -62,16 +63,22 @@ def build_environment(recipe: config.Recipe) -> EnvironmentProtocol:
 
 
 def load_prompts(recipe: config.Recipe, environment: EnvironmentProtocol, split: Split = "train") -> Sequence[Prompt]:
-    """Own prompts where `data.train_path` is set, else the environment's. Needs no torch.
+    """Own prompts where `data.train_path` (for validation `data.val_path`) is set, else the environment's.
+
+    Needs no torch.
 
     Raises:
-        RlctlError: the file or its rows do not fit.
+        RlctlError: the file or its rows do not fit, or own prompts have no held-out ones.
     """
-    if recipe.data.train_path is None or split != "train":
-        prompts = environment.dataset(split)
-    else:
-        prompts = own_prompts.load(recipe.data)
+    data = recipe.data
+    own = data.train_path if split == "train" else data.val_path
+    if own is not None:
+        prompts: Sequence[Prompt] = own_prompts.load(data, key="train_path" if split == "train" else "val_path")
         environment.check(prompts)
+    elif split == "validation" and data.train_path is not None:
+        raise RlctlError("there are no held-out prompts: data.val_path is not set", "set data.val_path=held_out.jsonl")
+    else:
+        prompts = environment.dataset(split)
     return own_prompts.with_system_prompt(prompts, recipe.data.system_prompt)
 
 
@@ -96,18 +103,26 @@ class Colocated:
     """Rollouts that are generated when they are asked for, by an engine on the trainer's own ranks."""
 
     def __init__(
-        self, recipe: config.Recipe, environment: EnvironmentProtocol, engine: EngineProtocol, renderer: Renderer
+        self,
+        recipe: config.Recipe,
+        environment: EnvironmentProtocol,
+        engine: EngineProtocol,
+        renderer: Renderer,
+        *,
+        trains: bool = True,
     ) -> None:
-        """Load the prompts. Collective where an engine spans ranks."""
+        """Load the prompts. Collective where an engine spans ranks.
+
+        Args:
+            recipe: resolved.
+            environment: scores.
+            engine: this rank's part of its replica.
+            renderer: of the model's tokenizer.
+            trains: False: only held-out prompts are asked for, and the training ones are not read.
+        """
         self.recipe, self.engine, self.renderer, self.environment = recipe, engine, renderer, environment
-        self.prompts, self.dropped = own_prompts.drop_long(
-            load_prompts(recipe, environment),
-            limit=input_limit(recipe),
-            length=lambda p: len(renderer.prompt(p.messages)),
-        )
+        self.prompts, self.dropped = self._load("train") if trains else ([], 0)
         """`dropped`: prompts that were too long."""
-        if self.dropped:
-            _log.warning("dropped %d prompts of more than %d tokens", self.dropped, input_limit(recipe))
         steps = recipe.grpo
         self.order = own_prompts.PromptOrder(
             n=len(self.prompts), per_step=steps.num_prompts_per_step, seed=steps.seed, shuffle=recipe.data.shuffle
@@ -118,6 +133,22 @@ class Colocated:
         """Why the last phase's first invalid rollout has no vote."""
         self._replica = Replica(engine.ranks_per_replica)
         self._last: tuple[Sequence[Prompt], Batch, list[Rollout]] | None = None
+
+    def _load(self, split: Split) -> tuple[list[Prompt], int]:
+        limit = input_limit(self.recipe)
+        prompts, dropped = own_prompts.drop_long(
+            load_prompts(self.recipe, self.environment, split),
+            limit=limit,
+            length=lambda p: len(self.renderer.prompt(p.messages)),
+        )
+        if dropped:
+            _log.warning("dropped %d %s prompts of more than %d tokens", dropped, split, limit)
+        return prompts, dropped
+
+    @functools.cached_property
+    def held_out(self) -> list[Prompt]:
+        """The validation prompts, at most grpo.max_val_samples."""
+        return self._load("validation")[0][: self.recipe.grpo.max_val_samples]
 
     @property
     def num_steps(self) -> int:
@@ -265,23 +296,27 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], tokenizer: Any) -> N
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w", encoding="utf-8") as out:
         for rollout in rollouts:
-            start = rollout.mask.index(True) if True in rollout.mask else len(rollout.tokens)
-            response = tokenizer.decode(rollout.tokens[start:], skip_special_tokens=True)
-            line = {
-                "group": rollout.group,
-                "sample": rollout.sample,
-                "index": rollout.prompt.index,
-                "prompt": [{"role": m.role, "content": m.content} for m in rollout.prompt.messages],
-                "response": response,
-                "reward": rollout.reward if rollout.valid else None,
-                "reward_parts": dict(rollout.reward_parts),
-                "valid": rollout.valid,
-                "truncated": rollout.truncated,
-                "error": rollout.error,
-                "response_tokens": sum(rollout.mask),
-                "version": rollout.version,
-            }
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.write(as_line(rollout, tokenizer))
         out.flush()
         os.fsync(out.fileno())
     unfinished.replace(path)
+
+
+def as_line(rollout: Rollout, tokenizer: Any) -> str:
+    """A rollout as a JSON line, for people and for `rlctl runs rollouts`."""
+    start = rollout.mask.index(True) if True in rollout.mask else len(rollout.tokens)
+    line = {
+        "group": rollout.group,
+        "sample": rollout.sample,
+        "index": rollout.prompt.index,
+        "prompt": [{"role": m.role, "content": m.content} for m in rollout.prompt.messages],
+        "response": tokenizer.decode(rollout.tokens[start:], skip_special_tokens=True),
+        "reward": rollout.reward if rollout.valid else None,
+        "reward_parts": dict(rollout.reward_parts),
+        "valid": rollout.valid,
+        "truncated": rollout.truncated,
+        "error": rollout.error,
+        "response_tokens": sum(rollout.mask),
+        "version": rollout.version,
+    }
+    return json.dumps(line, ensure_ascii=False) + "\n"

@@ -15,10 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 from rlctl import device, plugins
+from rlctl import eval as evaluation
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import train_state
 from rlctl.checkpoint.safetensors import write_model
-from rlctl.config import Recipe
+from rlctl.config import Recipe, Steps
 from rlctl.envs.render import Renderer
 from rlctl.generation.base import EngineProtocol
 from rlctl.log import RunLog
@@ -56,12 +57,16 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
         run = build(recipe, run_dir, log)
     log.begin_steps()
     last = run.rollouts.num_steps
+    if recipe.grpo.val_at_start:
+        log.record(0, validate(run, 0))
     first_reward = math.nan
     for step in range(1, last + 1):
         metrics = train_step(run, step)
         first_reward = metrics["rollout/reward"] if step == 1 else first_reward
         if _due(recipe.logger.rollouts_period, step, last) and dist.get_rank() == 0:
             write_rollouts(run_dir / "rollouts" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
+        if _validates(recipe.grpo, step, last):
+            metrics |= validate(run, step)
         if recipe.checkpointing.enabled and _due(recipe.checkpointing.save_period, step, last):
             with log.phase("save"):
                 trainer = {"seed": recipe.grpo.seed, "prompts": step * recipe.grpo.num_prompts_per_step}
@@ -139,6 +144,18 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     return _metrics(results) | run.rollouts.stats | {"train/lr": rate}
 
 
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Score the held-out prompts with the weights after `step` steps, and dump them; `val/...` metrics."""
+    with run.log.phase("validation"):
+        run.policy.offload("optimizer")
+        metrics = evaluation.validate(run.rollouts)
+        run.policy.onload("optimizer")
+    if dist.get_rank() == 0:
+        write_rollouts(run.run_dir / "validation" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
+    run.log.say(f"validation after step {step}: reward {metrics['val/reward']:.3f}")
+    return metrics
+
+
 def export(run: Run) -> None:
     """Write the policy as a Hugging Face directory, `hf/` of the run."""
     if dist.get_rank() == 0:
@@ -158,6 +175,10 @@ def _updates(recipe: Recipe) -> int:
 
 def _due(period: int, step: int, last: int) -> bool:
     return period > 0 and (step % period == 0 or step == last)
+
+
+def _validates(steps: Steps, step: int, last: int) -> bool:
+    return (steps.val_period > 0 and step % steps.val_period == 0) or (steps.val_at_end and step == last)
 
 
 def _layout(policy: PolicyProtocol) -> str:

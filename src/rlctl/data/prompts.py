@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlctl import config
 from rlctl.errors import RlctlError
@@ -25,22 +25,25 @@ from rlctl.types import Message, Prompt
 _SUFFIXES = {".jsonl": "JSONL", ".parquet": "parquet"}
 
 
-def load(data: config.Data) -> list[Prompt]:
-    """The prompts of `data.train_path`, in the file's order.
+def load(data: config.Data, *, key: Literal["train_path", "val_path"] = "train_path") -> list[Prompt]:
+    """The prompts of a file, in the file's order.
+
+    Args:
+        data: names the columns.
+        key: which of its files.
 
     Raises:
         RlctlError: no such file, unknown format, broken line, missing column, no rows, or an unusable prompt.
     """
-    assert data.train_path is not None
-    path = Path(data.train_path)
+    path = Path(getattr(data, key))
     read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in _SUFFIXES:
         raise RlctlError(
-            f"data.train_path `{path}` is neither JSONL nor parquet", "give a file that ends in .jsonl or .parquet"
+            f"data.{key} `{path}` is neither JSONL nor parquet", "give a file that ends in .jsonl or .parquet"
         )
     if not path.is_file():
         raise RlctlError(
-            f"data.train_path: no file `{path}`", f"give an existing file (looked in {path.absolute().parent})"
+            f"data.{key}: no file `{path}`", f"give an existing file (looked in {path.absolute().parent})"
         )
     prompts: list[Prompt] = []
     for where, row in read[path.suffix](path):
@@ -49,7 +52,7 @@ def load(data: config.Data) -> list[Prompt]:
             Prompt(messages=_messages(row[data.input_key], data.input_key, where), row=row, index=len(prompts))
         )
     if not prompts:
-        raise RlctlError(f"data.train_path `{path}` has no rows", "give a file with at least one row")
+        raise RlctlError(f"data.{key} `{path}` has no rows", "give a file with at least one row")
     return prompts
 
 
@@ -81,7 +84,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield f"{path} row {number}", row
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise RlctlError(
-            f"data.train_path `{path}` is not a readable parquet file: {error}", "write it again"
+            f"`{path}` is not a readable parquet file: {error}", "write it again"
         ) from error
 
 

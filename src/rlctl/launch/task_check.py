@@ -57,7 +57,10 @@ def _main(folder: Path) -> None:
     answer: dict[str, str | int] = {}
     try:
         recipe = compose.load_resolved(folder / "recipe.yaml")
-        load_prompts(recipe, build_environment(recipe))
+        environment = build_environment(recipe)
+        load_prompts(recipe, environment)
+        if recipe.grpo.val_period or recipe.grpo.val_at_start or recipe.grpo.val_at_end:
+            load_prompts(recipe, environment, "validation")
     except RlctlError as error:
         answer = {"error": error.message, "hint": error.hint, "exit_status": error.exit_status}
     (folder / "result.json").write_text(json.dumps(answer))

@@ -38,10 +38,12 @@ def main(run_dir: Path) -> int:
         recipe = load_resolved(run_dir / "recipe.yaml")
         device.prepare_process()
         log = RunLog(run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console)
+        from rlctl.eval import SETTINGS_FILE, evaluate
         from rlctl.trainer import train
 
         device.init_process_group(COLLECTIVE_TIMEOUT_SECONDS)
-        train(recipe, run_dir, log)
+        work = evaluate if (run_dir / SETTINGS_FILE).is_file() else train
+        work(recipe, run_dir, log)
         log.close()
         device.destroy_process_group()
     except BaseException as error:

@@ -90,7 +90,10 @@ def _check_positive(recipe: config.Recipe) -> None:
     """Counts are at least 1; checked here, since a type cannot say so."""
     values = as_values(recipe)
     for section, names in {
-        "grpo": ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "max_num_epochs"),
+        "grpo": (
+            "num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "max_num_epochs",
+            "max_val_samples", "num_val_generations_per_prompt",
+        ),
         "policy": (
             "max_total_sequence_length",
             "train_global_batch_size",
@@ -99,7 +102,7 @@ def _check_positive(recipe: config.Recipe) -> None:
         ),
         "cluster": ("num_nodes", "gpus_per_node", "procs"),
         "checkpointing": ("save_period",),
-    }.items():
+    }.items():  # fmt: skip
         for name in names:
             if values[section][name] is not None and values[section][name] < 1:
                 raise RlctlError(f"`{section}.{name}` is {values[section][name]}, it must be at least 1", "raise it")
