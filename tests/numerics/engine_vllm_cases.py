@@ -85,7 +85,7 @@ def _sum_over_ranks() -> torch.Tensor:
     return ones
 
 
-def requests_and_mistakes(folder: str, odd_heads: str) -> dict[str, Any]:
+def requests_and_mistakes(folder: str, refused_models: dict[str, str]) -> dict[str, Any]:
     """Seeds, batches, stops, greedy, abort and refusals on one engine; each rank is a replica."""
     engine = Engine(recipe(), Path(folder))
     asked = engines.requests(8)
@@ -129,7 +129,7 @@ def requests_and_mistakes(folder: str, odd_heads: str) -> dict[str, Any]:
         "left": [(c.id, c.tokens) for c in left],
         "refused": refused,
         "indivisible": _message(lambda: Engine(recipe(tensor_parallel=3), Path(folder))),
-        "head_size": _message(lambda: Engine(recipe(), Path(odd_heads))),
+        **{name: _message(lambda f=folder: Engine(recipe(), Path(f))) for name, folder in refused_models.items()},
         "does_not_start": _message(lambda: Engine(recipe(no_such_option=1), Path(folder))),
     }
 
@@ -142,12 +142,12 @@ def _message(action: Any) -> tuple[str, int]:
     return "accepted", 0
 
 
-def all_cases(folders: dict[str, str], odd_heads: str) -> dict[str, Any]:
+def all_cases(folders: dict[str, str], refused_models: dict[str, str]) -> dict[str, Any]:
     """Every tiny case, in one start of two processes."""
     results: dict[str, Any] = {
         f"{name}-tp{tp}": weight_sync(folder, tp) for name, folder in folders.items() for tp in (1, 2)
     }
-    return results | {"requests": requests_and_mistakes(folders["untied"], odd_heads)}
+    return results | {"requests": requests_and_mistakes(folders["untied"], refused_models)}
 
 
 def smollm2() -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import subprocess
 import sys
 
 import pytest
@@ -137,6 +138,33 @@ def test_without_vllm_the_error_names_the_extra(folder, monkeypatch):
         vllm.Engine(engines.recipe(max_total_sequence_length=64), folder)
     assert error.value.exit_status == 3
     assert "rlctl[cpu]" in error.value.hint
+
+
+def test_the_vllm_engines_options_are_read_without_heavy_modules():
+    """`recipes check`, `plan` and dry runs read them."""
+    heavy = "('torch', 'transformers', 'vllm', 'megatron')"
+    code = f"import sys, rlctl.generation.vllm; print([m for m in {heavy} if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_weights_and_arithmetic_have_the_recipes_precision(folder):
+    """bfloat16: near the float32 oracle, and not equal to it."""
+    engine = transformers.Engine(engines.recipe(precision="bfloat16"), folder)
+    asked = engines.requests(4)
+    assert 1e-4 < engines.difference(engines.load(folder), asked, generate(engine, asked)) < 0.2
+
+
+def test_config_overrides_reach_the_model(folder):
+    """The oracle is the model with another epsilon."""
+    overrides = {"rms_norm_eps": 0.5}
+    asked = engines.requests(4)
+    given = generate(transformers.Engine(engines.recipe(hf_config_overrides=overrides), folder), asked)
+    model = engines.load(folder)
+    assert engines.difference(model, asked, given) > 1e-3
+    for norm in [m for m in model.modules() if hasattr(m, "variance_epsilon")]:
+        norm.variance_epsilon = 0.5
+    assert engines.difference(model, asked, given) < 1e-5
 
 
 def test_request_seeds_differ_in_every_coordinate():

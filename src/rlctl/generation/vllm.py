@@ -28,6 +28,7 @@ from rlctl.generation import weights
 from rlctl.generation.base import WeightSource
 from rlctl.lazy import dist, torch
 from rlctl.models.base import head_dim
+from rlctl.parallel import num_experts
 from rlctl.types import Completion, Request
 
 
@@ -75,7 +76,7 @@ class Engine:
         arguments = _arguments(recipe, options, model_dir) | recipe.policy.generation.vllm_kwargs
         with _undisturbed():
             self._vllm = _import_vllm()
-            _check_head_size(config)
+            _check_host_limits(config)
             self._engine = _start(self._vllm, arguments)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -210,16 +211,21 @@ def _check_replicas(ranks: int) -> None:
         )
 
 
-def _check_head_size(config: dict[str, Any]) -> None:
-    """Refuse what vLLM's CPU attention accepts at start and cannot compute at the first token."""
+def _check_host_limits(config: dict[str, Any]) -> None:
+    """Refuse what vLLM accepts at start on a host without GPU, and later gets wrong."""
     if device.is_accelerated():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, known = head_dim(config), CPUAttentionBackend.get_supported_head_sizes()
+    problem = None
     if size not in known:
+        problem = f"attention needs a head_dim of {', '.join(map(str, known))}, this model has {size}"
+    if num_experts(config):
+        problem = "experts keep their old weights when new ones are loaded"  # packed copies, as of a tied projection
+    if problem is not None:
         raise RlctlError(
-            f"head_dim {size}: vLLM on a host without GPU computes {', '.join(map(str, known))}",
+            f"vLLM on a host without GPU cannot serve this model: {problem}",
             "set policy.generation.backend=transformers",
             exit_status=ENVIRONMENT,
         )
