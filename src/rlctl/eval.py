@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rlctl.errors import RlctlError
 from rlctl.lazy import dist
 from rlctl.log import RunLog
 from rlctl.rollout import Colocated, as_line, build_environment
-from rlctl.types import Prompt
+from rlctl.types import Prompt, Rollout
 
 SEED_STEP = 0  # training counts from 1: no training sample shares its seed with a held-out one
 SAMPLES_FILE, SETTINGS_FILE, RESULTS_FILE = "samples.jsonl", "eval.json", "results.json"
@@ -78,7 +78,7 @@ def evaluate(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
         with log.phase("generate"):
             batch = rollouts.sample(part, samples=settings.samples, step=SEED_STEP)
         if _writes():
-            _append(run_dir / SAMPLES_FILE, "".join(as_line(r, tokenizer) for r in rollouts.last))
+            _append(run_dir / SAMPLES_FILE, "".join(_line(r, tokenizer) for r in rollouts.last))
         done |= {p.index for p in part}
         reward, tokens = rollouts.stats["rollout/reward"], tokens + int(batch.mask.sum())
         log.say(f"prompts {len(done)}/{len(prompts)}  reward of these {len(part)}: {reward:.3f}")
@@ -106,6 +106,11 @@ def _build(recipe: Recipe, log: RunLog) -> tuple[Colocated, Any]:
     engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
     log.say(f"evaluating {recipe.policy.model_name} on {recipe.env.name}, engine {recipe.policy.generation.backend}")
     return Colocated(recipe, environment, engine, Renderer(tokenizer), trains=False), tokenizer
+
+
+def _line(rollout: Rollout, tokenizer: Any) -> str:
+    """A group is numbered in its part; in the file it is the prompt, so that parts leave no trace."""
+    return as_line(replace(rollout, group=rollout.prompt.index), tokenizer)
 
 
 def _engines(rollouts: Colocated) -> int:

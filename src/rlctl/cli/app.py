@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import _click
 
+from rlctl.cli import eval as evaluation
 from rlctl.cli import options, output, recipes, train
 from rlctl.errors import INTERRUPTED, RlctlError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     epilog="Example: [bold]rlctl train grpo --model smollm2-135m --backend megatron[/bold]",
 )  # fmt: skip
 app.command("train", rich_help_panel="Run", epilog=train.EXAMPLES, no_args_is_help=True)(train.train)
+app.command("eval", rich_help_panel="Run", epilog=evaluation.EXAMPLES, no_args_is_help=True)(evaluation.evaluate)
 app.add_typer(recipes.app, name="recipes", rich_help_panel="Look and check")
 
 

@@ -14,12 +14,13 @@ from rlctl.errors import RlctlError
 WAIT_SECONDS = 120.0
 
 
-def run(run_dir: Path, *, create: Callable[[], None]) -> NoReturn:
+def run(run_dir: Path, *, create: Callable[[], object], last_file: str = "recipe.yaml") -> NoReturn:
     """Become `rlctl.launch.worker RUN_DIR`. Rank 0 makes the run directory; the others wait for it.
 
     Args:
         run_dir: on storage that all ranks share.
         create: makes it.
+        last_file: what `create` writes last.
 
     Raises:
         RlctlError: the directory is taken (rank 0), or did not appear in WAIT_SECONDS (other ranks).
@@ -27,7 +28,7 @@ def run(run_dir: Path, *, create: Callable[[], None]) -> NoReturn:
     if os.environ["RANK"] == "0":
         create()
     else:
-        _wait_for(run_dir / "recipe.yaml")
+        _wait_for(run_dir / last_file)
     os.execv(sys.executable, [sys.executable, "-m", "rlctl.launch.worker", str(run_dir)])
 
 

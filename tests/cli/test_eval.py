@@ -1,0 +1,118 @@
+"""`rlctl eval`: what it refuses, and an evaluation of a run for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlctl import device
+from rlctl.cli.app import run
+from rlctl.device import Hardware
+from rlctl.launch import local
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path, capsys):
+    """Run a command line that must be refused; its error and hint."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    here = Hardware(gpus=0, gpu_name=None, cpus=2, memory_bytes=25_000_000_000)
+    monkeypatch.setattr(device, "probe", lambda: here)
+    monkeypatch.setattr(local, "run", lambda *args, **kwargs: pytest.fail("a job was started"))
+
+    def tell(*arguments):
+        status = run(["eval", *arguments])
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("error:") == err.count("hint:") == 1 and "Traceback" not in err
+        return status, err
+
+    return tell
+
+
+def test_a_model_without_a_task_is_refused_with_the_tasks(told):
+    status, said = told("smollm2-135m")
+    assert status == 2
+    assert "no task is named" in said and "arithmetic, math, reasoning_gym:TASK, toy" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (("smollm2-135", "--tasks", "arithmetic"), 2, "did you mean `smollm2-135m`"),
+        (("tiny-llama", "--tasks", "arithmetics"), 2, "did you mean `arithmetic`"),
+        (("tiny-llama", "--tasks", "toy:letters"), 2, "has no tasks of its own"),
+        (("tiny-llama", "--tasks", "toy", "--checkpoint", "best"), 2, "is for runs"),
+        (("tiny-llama", "--tasks", "toy", "grpo.max_val_samples=0"), 2, "must be at least 1"),
+        (("tiny-llama", "--tasks", "toy", "--samples", "0"), 2, "samples"),
+        (("tiny-llama", "--recipe", "smoke-tinny"), 2, "did you mean `smoke-tiny`"),
+        (("./no_such", "--tasks", "toy"), 2, "no model directory `./no_such`"),
+        (("tiny-llama", "env.reward=r.py:score", "data.train_path=a.jsonl"), 2, "data.val_path is not set"),
+        (("qwen3-32b", "--tasks", "arithmetic", "--procs", "3"), 3, "engines of 4 processes"),
+        (("qwen2.5-32b-instruct", "--tasks", "arithmetic"), 3, "GB"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told(told, tmp_path, arguments, status, text):
+    (tmp_path / "a.jsonl").write_text('{"question": "3+4?"}\n')
+    (tmp_path / "r.py").write_text("def score(prompt, completion, row):\n    return 1.0\n")
+    found, said = told(*arguments)
+    assert (found, text in said) == (status, True), said
+
+
+def test_a_run_without_an_export_is_refused(told, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "recipe.yaml").write_text("rlctl_recipe: 1\n")
+    status, said = told("a")
+    assert status == 2 and "has no exported model" in said
+
+
+def rlctl(folder, *arguments):
+    command = [sys.executable, "-m", "rlctl", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run with validation before, during and after it."""
+    folder = tmp_path_factory.mktemp("eval")
+    steps = ["grpo.max_num_steps=4", "grpo.val_period=2", "grpo.val_at_start=true", "grpo.max_val_samples=8"]
+    done = rlctl(folder, "train", "grpo", "--recipe", "smoke-tiny", "--run-dir", "run", *steps)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_validations_are_logged_and_dumped_when_due(trained):
+    lines = [json.loads(line) for line in (trained / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val/reward" in line] == [0, 2, 4]
+    for step in (0, 2, 4):
+        dump = (trained / "run" / "validation" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        rewards = [json.loads(row)["reward"] for row in dump]
+        assert len(rewards) == 8
+        logged = next(line for line in lines if line["step"] == step)["val/reward"]
+        assert sum(rewards) / 8 == pytest.approx(logged, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_exported_model_scores_as_the_last_validation(trained):
+    """Same prompts, same seeds, fp32: the same samples, drawn by another number of processes."""
+    done = rlctl(trained, "eval", "run", "--procs", "1", "--run-dir", "measured", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)["results"][0]
+    last = json.loads((trained / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["reward"]["value"] == pytest.approx(last["val/reward"], abs=1e-6)
+    replies = [
+        [json.loads(line)["response"] for line in (trained / name).read_text().splitlines()]
+        for name in ("measured/samples.jsonl", "run/validation/step_000004.jsonl")
+    ]
+    assert replies[0] == replies[1]
+
+    (trained / "measured" / "results.json").unlink()
+    again = rlctl(trained, "eval", "run", "--procs", "1", "--run-dir", "measured")
+    assert "8 of 8 prompts were sampled before" in again.stderr
+    assert json.loads((trained / "measured" / "results.json").read_text())["reward"] == result["reward"]
+    other = rlctl(trained, "eval", "run", "--procs", "1", "--run-dir", "measured", "--samples", "2")
+    assert other.returncode == 2 and "holds an evaluation with samples 1, not 2" in other.stderr
