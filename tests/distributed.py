@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def run(function: str, world: int, *args: Any, env: dict[str, str] | None = None
             command = [sys.executable, "-m", "tests.distributed", function, str(work)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
         try:
-            codes = [p.wait(TIMEOUT_SECONDS) for p in ranks]
+            codes = _wait(ranks)
         finally:
             for p in ranks:
                 p.kill()
@@ -57,6 +58,16 @@ def run(function: str, world: int, *args: Any, env: dict[str, str] | None = None
             )
             raise AssertionError(f"{function} failed\n{logs}")
         return [pickle.loads((work / f"result{r}").read_bytes()) for r in range(world)]
+
+
+def _wait(ranks: list[subprocess.Popen]) -> list[int | None]:
+    """Exit codes; the first failure, or the timeout, ends the wait for all."""
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        codes = [p.poll() for p in ranks]
+        if all(c is not None for c in codes) or any(codes) or time.monotonic() > end:
+            return codes if time.monotonic() <= end else [c if c is not None else -1 for c in codes]
+        time.sleep(0.05)
 
 
 def _main(function: str, folder: str) -> None:
