@@ -1,0 +1,230 @@
+"""What a run's numbers say: did it learn, is it healthy, what is slow. Each answer names the figures it rests on.
+
+The limits are rules of thumb, shown next to what was found, so that a reader can disagree.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlctl.report.charts import number
+from rlctl.report.run import Run
+
+MISMATCH_LIMIT = 1.05  # mean ratio between engine and trainer; clipping starts to bite on noise alone above it
+INVALID_LIMIT, TRUNCATED_LIMIT = 0.01, 0.3
+ENTROPY_LEFT = 0.05  # of the first steps' entropy: below, samples of a prompt are nearly the same
+SPIKE = 10.0  # gradient norm over its median
+_SIGNIFICANT = 3.0  # standard errors
+Verdict = Literal["good", "bad", "open"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One question's answer in a sentence."""
+
+    question: str
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One sign of health, e.g. Check(name="samples without a reward", found="0 %", expected="at most 1 %", ok=True)."""
+
+    name: str
+    found: str
+    expected: str
+    ok: bool
+
+
+def ends(points: Sequence[tuple[int, float]]) -> tuple[float, float, int]:
+    """Means over the first and the last steps, and over how many: a fifth of the run, at most 10."""
+    size = max(1, min(10, len(points) // 5))
+    values = [y for _, y in points]
+    return statistics.fmean(values[:size]), statistics.fmean(values[-size:]), size
+
+
+def learned(run: Run) -> Answer:
+    """Whether the reward rose by more than its noise."""
+    question, reward = "Did it learn?", run.series("rollout/reward")
+    if len(reward) < 2:
+        return Answer(question=question, verdict="open", text="Fewer than two steps are logged.")
+    first, last, size = ends(reward)
+    spread = [y for _, y in run.series("rollout/reward_std")]
+    noise = statistics.fmean(spread) / math.sqrt(run.recipe["grpo"]["num_prompts_per_step"] * size) if spread else 0.0
+    far = abs(last - first) > _SIGNIFICANT * math.sqrt(2) * noise
+    where = f"from {number_3(first)} {_steps(reward[:size])} to {number_3(last)} {_steps(reward[-size:])}"
+    if far and last > first:
+        verdict, text = "good", f"Yes. Training reward rose {where}."
+    elif far:
+        verdict, text = "bad", f"No. Training reward fell {where}."
+    else:
+        verdict, text = "open", f"Not clearly. Training reward went {where}, which is within its noise."
+    return Answer(question=question, verdict=verdict, text=text + _validation(run))  # type: ignore[arg-type]
+
+
+def _steps(points: Sequence[tuple[int, float]]) -> str:
+    a, b = points[0][0], points[-1][0]
+    return f"(step {a})" if a == b else f"(mean of steps {a} to {b})"
+
+
+def _validation(run: Run) -> str:
+    points = run.series("val/reward")
+    if not points:
+        return " No validation was made (grpo.val_period)."
+    best = max(points, key=lambda p: p[1])
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    if len(points) == 1:
+        return f" Validation reward is {number_3(last)} after step {last_step}."
+    return (
+        f" Validation reward went from {number_3(first)} (after step {first_step}) to {number_3(last)} "
+        f"(step {last_step}); its best is {number_3(best[1])} (step {best[0]})."
+    )
+
+
+def number_3(value: float) -> str:
+    """Three decimals, more for small values."""
+    return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else number(value)
+
+
+def checks(run: Run) -> list[Check]:
+    """Signs of health that the run logged."""
+    found = [_mismatch(run), _finite(run), _share(run, "invalid", "samples without a reward", INVALID_LIMIT)]
+    found += [_share(run, "truncated", "samples cut off by length", TRUNCATED_LIMIT), _entropy(run), _gradients(run)]
+    return [check for check in found if check is not None]
+
+
+def healthy(run: Run) -> Answer:
+    """The checks in a sentence."""
+    question, made = "Is it healthy?", checks(run)
+    wrong = [c for c in made if not c.ok]
+    error = f"The run failed: {run.error}. " if run.error else ""
+    if not run.rows:
+        return Answer(question=question, verdict="bad" if error else "open", text=error + "No step is logged.")
+    if wrong or error:
+        text = error + " ".join(f"Look at {c.name}: {c.found}, expected {c.expected}." for c in wrong)
+        return Answer(question=question, verdict="bad", text=text)
+    mismatch = next((f" Engine and trainer agree: {c.found}." for c in made if c.name.startswith("mismatch")), "")
+    return Answer(question=question, verdict="good", text=f"Yes. All {len(made)} checks passed.{mismatch}")
+
+
+def _mismatch(run: Run) -> Check | None:
+    points = run.series("mismatch/token_mult_prob_error")
+    if not points:
+        return None
+    step, worst = max(points, key=lambda p: p[1])
+    return Check(
+        name="mismatch of engine and trainer", found=f"mean ratio at most {worst:.4f} (step {step})",
+        expected=f"1 is exact, below {MISMATCH_LIMIT} is fine", ok=worst < MISMATCH_LIMIT,
+    )  # fmt: skip
+
+
+def _finite(run: Run) -> Check:
+    bad = [(row["step"], name) for row in run.rows for name, value in row.items() if value is None]
+    found = "none" if not bad else f"{len(bad)}, the first is {bad[0][1]} at step {bad[0][0]}"
+    return Check(name="values that are not finite", found=found, expected="none", ok=not bad)
+
+
+def _share(run: Run, kind: str, name: str, limit: float) -> Check | None:
+    points = run.series(f"rollout/{kind}_share")
+    if not points:
+        return None
+    _, last, size = ends(points)
+    worst = max(y for _, y in points)
+    steps = "the last step" if size == 1 else f"the last {size} steps"
+    return Check(
+        name=name, found=f"{last:.1%} in {steps}, at most {worst:.1%}", expected=f"at most {limit:.0%} at the end",
+        ok=last <= limit,
+    )  # fmt: skip
+
+
+def _entropy(run: Run) -> Check | None:
+    points = run.series("train/entropy")
+    if len(points) < 2:
+        return None
+    first, last, _ = ends(points)
+    return Check(
+        name="entropy", found=f"{number_3(first)} nats a token at the start, {number_3(last)} at the end",
+        expected=f"above {ENTROPY_LEFT:.0%} of the start: below, samples hardly differ", ok=last > ENTROPY_LEFT * first,
+    )  # fmt: skip
+
+
+def _gradients(run: Run) -> Check | None:
+    points = run.series("train/grad_norm")
+    if len(points) < 3:
+        return None
+    step, worst = max(points, key=lambda p: p[1])
+    middle = statistics.median(y for _, y in points)
+    return Check(
+        name="gradient norm", found=f"median {number_3(middle)}, at most {number_3(worst)} (step {step})",
+        expected=f"no spike above {SPIKE:.0f} times the median", ok=worst <= SPIKE * middle,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Where time went."""
+
+    name: str
+    median_seconds: float
+    total_seconds: float
+    share: float
+    """Of all steps' time."""
+
+
+def phases(run: Run) -> list[Phase]:
+    """Phases by total time, the longest first; what no phase covers is `other`."""
+    total = sum(y for _, y in run.series("time/step_seconds"))
+    if not total:
+        return []
+    named = {name: [y for _, y in points] for name, points in phase_points(run).items()}
+    made = [
+        Phase(name=n, median_seconds=statistics.median(v), total_seconds=sum(v), share=sum(v) / total)
+        for n, v in named.items()
+    ]
+    return sorted(made, key=lambda p: -p.total_seconds)
+
+
+def phase_points(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Phase -> (step, seconds), with what is left of each step under `other`."""
+    names = [n for n in run.metrics("time/") if n.endswith("_seconds") and n != "time/step_seconds"]
+    points = {n.removeprefix("time/").removesuffix("_seconds"): run.series(n) for n in names}
+    left = dict(run.series("time/step_seconds"))
+    for series in points.values():
+        for step, seconds in series:
+            if step in left:
+                left[step] -= seconds
+    return points | {"other": [(step, max(0.0, seconds)) for step, seconds in left.items()]}
+
+
+def tokens_per_second(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Tokens that the engine sampled in a second of generation, and all tokens in a second of the step."""
+    rates: dict[str, list[tuple[int, float]]] = {"generated, in `generate`": [], "all, in the whole step": []}
+    pairs = (("rollout/response_length", "time/generate_seconds"), ("rollout/total_length", "time/step_seconds"))
+    for label, (length, seconds) in zip(rates, pairs, strict=True):
+        valid, took = dict(run.series("rollout/invalid_share")), dict(run.series(seconds))
+        rates[label] = [
+            (step, mean * run.sequences_per_step * (1 - valid[step]) / took[step])
+            for step, mean in run.series(length)
+            if step in took and step in valid and took[step] > 0
+        ]
+    return rates
+
+
+def slow(run: Run) -> Answer:
+    """The longest phase."""
+    question, made, seconds = "What is slow?", phases(run), run.series("time/step_seconds")
+    if not made:
+        return Answer(question=question, verdict="open", text="No step is logged.")
+    shares = ", ".join(f"{p.name} {p.share:.0%}" for p in made[1:4])
+    text = (
+        f"{made[0].name.capitalize()}: {made[0].share:.0%} of the steps' time{f' (then {shares})' if shares else ''}."
+    )
+    text += f" A step takes {number_3(statistics.median(y for _, y in seconds))} s (median)"
+    rates = tokens_per_second(run)["all, in the whole step"]
+    text += f", {statistics.median(y for _, y in rates):,.0f} tokens/s." if rates else "."
+    return Answer(question=question, verdict="open", text=text)
