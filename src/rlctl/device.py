@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import resource
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.lazy import dist, torch
+
+_MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,31 @@ def seed_everything(seed: int) -> None:
     """Seed Python, torch and (through torch) the device."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The random states of this process: Python, numpy, torch, the device, and Megatron's where it is in use."""
+    import numpy  # a tenth of a second, which dry runs need not wait for
+
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if is_accelerated():
+        state["device"] = torch.cuda.get_rng_state()
+    if _MEGATRON_RANDOM in sys.modules:
+        state["megatron"] = dict(sys.modules[_MEGATRON_RANDOM].get_cuda_rng_tracker().get_states())
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set what `rng_state` gave."""
+    import numpy  # see `rng_state`
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if is_accelerated():
+        torch.cuda.set_rng_state(state["device"])
+    if "megatron" in state:
+        sys.modules[_MEGATRON_RANDOM].get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def synchronize() -> None:

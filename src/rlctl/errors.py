@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+FAILED = 1  # the job failed, I/O
 USAGE = 2  # wrong whatever the machine: keys, types, names, paths, refused input
 ENVIRONMENT = 3  # depends on sizes or the machine: divisibility, memory, disk, devices, packages
 CHECK_FAILED = 4  # a verification, self-check or parity check failed

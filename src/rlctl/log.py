@@ -50,7 +50,7 @@ class RunLog:
 
     def begin_steps(self) -> None:
         """Steps are timed from here; what was before, such as loading, is no part of the first."""
-        self.seconds, self._started = {}, time.monotonic()
+        self.phase_name, self.seconds, self._started = "step", {}, time.monotonic()
 
     def say(self, text: str) -> None:
         """A progress line."""

@@ -2,30 +2,36 @@
 
 1. `build` makes the parts that the recipe names: environment, policy, engine, algorithm.
 2. `train_step` generates, scores, and updates the policy; then the engine takes the new weights.
-3. `train` does that for as many steps as asked, logs, saves, and exports the policy.
+3. `train` does that from the newest checkpoint on, for as many steps as asked; it logs, saves, and exports the policy.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rlctl import device, plugins
 from rlctl import eval as evaluation
 from rlctl.algorithms.base import AlgorithmProtocol
-from rlctl.checkpoint import train_state
+from rlctl.checkpoint import identity, train_state
 from rlctl.checkpoint.safetensors import write_model
 from rlctl.config import Recipe, Steps
 from rlctl.envs.render import Renderer
+from rlctl.errors import RlctlError
 from rlctl.generation.base import EngineProtocol
 from rlctl.log import RunLog
 from rlctl.models.materialize import load_tokenizer, materialize
 from rlctl.models.resolve import resolve
-from rlctl.policy.base import PolicyProtocol
+from rlctl.policy.base import PolicyProtocol, TrainState
 from rlctl.policy.schedule import learning_rate
 from rlctl.rollout import Colocated, build_environment, write_rollouts
 
@@ -43,40 +49,65 @@ class Run:
     engine: EngineProtocol
     rollouts: Colocated
     log: RunLog
+    identity: dict[str, str]
+    """Hashes of what the run is about (checkpoint/identity.py)."""
 
 
-def train(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
+@dataclass(kw_only=True)
+class Progress:
+    """What of a run is done."""
+
+    step: int = 0
+    saved: int = 0
+    """The step of the newest checkpoint."""
+    first_reward: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of `step`."""
+
+
+def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float], bool]) -> bool:
     """Run the recipe to its last step, in an initialised process group.
 
     Args:
         recipe: resolved.
         run_dir: exists, and is seen by every rank.
         log: open.
+        stop: asked on every rank before each step, with the seconds of the longest step so far; if it says yes on any,
+            the run saves and ends.
+
+    Returns:
+        Whether all steps are done.
     """
     with log.phase("start"):
         run = build(recipe, run_dir, log)
+        done = restore(run)
     log.begin_steps()
     last = run.rollouts.num_steps
-    if recipe.grpo.val_at_start:
+    if recipe.grpo.val_at_start and done.step == 0:
         log.record(0, validate(run, 0))
-    first_reward = math.nan
-    for step in range(1, last + 1):
+    longest = 0.0
+    for step in range(done.step + 1, last + 1):
+        if _on_any_rank(stop(longest)):
+            _end_early(run, done)
+            return False
+        began = time.monotonic()
         metrics = train_step(run, step)
-        first_reward = metrics["rollout/reward"] if step == 1 else first_reward
         if _due(recipe.logger.rollouts_period, step, last) and dist.get_rank() == 0:
             write_rollouts(run_dir / "rollouts" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
         if _validates(recipe.grpo, step, last):
             metrics |= validate(run, step)
-        if recipe.checkpointing.enabled and _due(recipe.checkpointing.save_period, step, last):
-            with log.phase("save"):
-                trainer = {"seed": recipe.grpo.seed, "prompts": step * recipe.grpo.num_prompts_per_step}
-                train_state.save(run_dir, step=step, local=dict(run.policy.state().local), trainer=trainer)
-        log.step(step, metrics, total=last)
+        log.step(step, metrics, total=last)  # before the save: a checkpoint's step has its line, whenever the run dies
+        done.step, done.metrics = step, metrics
+        done.first_reward = metrics["rollout/reward"] if step == 1 else done.first_reward
+        if _due(recipe.checkpointing.save_period, step, last):
+            save(run, done)
+        longest = max(longest, time.monotonic() - began)
     if recipe.checkpointing.save_hf:
         with log.phase("export"):
             export(run)
-    log.say(f"reward {first_reward:.3f} at step 1, {metrics['rollout/reward']:.3f} at step {last}")
+    log.say(f"reward {done.first_reward:.3f} at step 1, {done.metrics['rollout/reward']:.3f} at step {done.step}")
     run.engine.close()
+    return True
 
 
 def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
@@ -95,7 +126,6 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     assert recipe.policy.generation.backend is not None
     engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
     rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer))
-    rollouts.publish(policy.weights(), version=0)
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
     return Run(
         recipe=recipe,
@@ -107,7 +137,84 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
         engine=engine,
         rollouts=rollouts,
         log=log,
+        identity=identity.of_run(recipe, model_dir, tokenizer),
     )
+
+
+def restore(run: Run) -> Progress:
+    """Go on from the newest checkpoint, if there is one, and give the engine the weights. Collective.
+
+    Raises:
+        RlctlError: the checkpoint is damaged, or of another model, tokenizer, recipe or layout.
+    """
+    checkpoint, done, random_state = train_state.newest(run.run_dir), Progress(), device.rng_state()
+    if checkpoint is not None:
+        trainer = train_state.read_trainer(checkpoint)
+        identity.check(checkpoint, trainer["identity"], run.identity)
+        local = train_state.load(checkpoint)
+        run.policy.load_state(TrainState(local=local["policy"]))
+        random_state = local["random"]
+        done = Progress(
+            step=trainer["step"],
+            saved=trainer["step"],
+            first_reward=trainer["first_reward"],
+            metrics=trainer["metrics"],
+        )
+        run.log.say(f"resuming after step {done.step}, from {checkpoint}")
+    if dist.get_rank() == 0:
+        train_state.rewind(run.run_dir, done.step)
+        if done.step < run.rollouts.num_steps:
+            shutil.rmtree(run.run_dir / "hf", ignore_errors=True)  # of an earlier end, if it had fewer steps to do
+    run.rollouts.publish(run.policy.weights(), version=done.step)
+    device.set_rng_state(random_state)
+    return done
+
+
+def save(run: Run, done: Progress) -> None:
+    """Write a checkpoint of what is done, unless there is one or the recipe wants none. Collective."""
+    recipe, metrics = run.recipe, done.metrics
+    if not recipe.checkpointing.enabled or done.saved == done.step:
+        return
+    _check_metric(recipe, metrics)
+    trainer = {
+        "layout": str(run.policy.layout),
+        "epoch_steps": run.rollouts.order.num_steps(recipe.grpo.max_num_epochs),
+        "first_reward": done.first_reward,
+        "identity": run.identity,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    }
+    with run.log.phase("save"):
+        local = {"policy": dict(run.policy.state().local), "random": device.rng_state()}
+        train_state.save(run.run_dir, step=done.step, local=local, trainer=trainer, options=recipe.checkpointing)
+    done.saved = done.step
+
+
+def _end_early(run: Run, done: Progress) -> None:
+    save(run, done)
+    saved = f"saved as step {done.saved}" if done.saved == done.step else "not saved: checkpointing.enabled is false"
+    if done.step == 0:
+        saved = "nothing to save yet"
+    run.log.say(f"stopped after step {done.step} of {run.rollouts.num_steps}: {saved}")
+    run.engine.close()
+
+
+def _on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on some rank; the same answer on all."""
+    found = torch.tensor(float(flag), device=device.current())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def _check_metric(recipe: Recipe, metrics: Mapping[str, float]) -> None:
+    """Refuse a `checkpointing.metric_name` that no step has, at the first save."""
+    name = recipe.checkpointing.metric_name
+    validated = any(metric.startswith("val/") for metric in metrics)
+    waits = recipe.grpo.val_period > 0 and not validated  # its first validation comes later
+    if name is None or name in metrics or (name.startswith("val/") and waits):
+        return
+    near = difflib.get_close_matches(name, metrics, n=1)
+    suggestion = f"did you mean `{near[0]}`?" if near else f"it logs {', '.join(sorted(metrics))}"
+    raise RlctlError(f"`checkpointing.metric_name` is `{name}`, which this run does not log", suggestion)
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -159,6 +266,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
 def export(run: Run) -> None:
     """Write the policy as a Hugging Face directory, `hf/` of the run."""
     if dist.get_rank() == 0:
+        shutil.rmtree(run.run_dir / "hf", ignore_errors=True)
         write_model(run.run_dir / "hf", run.policy.weights().whole(to=0), source=run.model_dir)
         run.tokenizer.save_pretrained(run.run_dir / "hf")
     else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl import device
+from rlctl import config, device
 from rlctl.cli import report
 from rlctl.errors import RlctlError
-from rlctl.launch import needs, run_directory
+from rlctl.launch import needs, resume, run_directory
+from rlctl.launch.stop import deadline_seconds
 from rlctl.models import resolve
 from rlctl.recipe import compose, derive, find, overrides
 from rlctl.recipe.overrides import Override
@@ -31,6 +33,7 @@ class Request:
     gpus_per_node: int | None = None
     launcher: str | None = None
     run_dir: Path | None = None
+    resume: resume.Mode = "never"
 
     def flags(self) -> list[Override]:
         """The options as settings."""
@@ -58,14 +61,17 @@ class Job:
     refused: RlctlError | None
     """Why it cannot run here."""
     run_dir: Path
+    start: resume.Start | None
+    """Where a run that was there before goes on; None: a new one."""
     arguments: Sequence[str]
     """The command line after `rlctl`."""
     plan: dict[str, Any]
     """All of it as plain data (report.plan)."""
 
     def create(self) -> None:
-        """Make the run directory."""
-        run_directory.create(self.run_dir, self.resolved, hardware=self.hardware, command=["rlctl", *self.arguments])
+        """Make the run directory, or make it ready to go on."""
+        make = run_directory.create if self.start is None else run_directory.reopen
+        make(self.run_dir, self.resolved, hardware=self.hardware, command=["rlctl", *self.arguments])
 
 
 def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
@@ -80,14 +86,34 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
     recipe = resolved.recipe
     if recipe.run_dir is None and recipe.cluster.launcher == "env":
         raise RlctlError("`--launcher env` needs `--run-dir`", "give a directory on storage that all ranks share")
+    if recipe.run_dir is None and request.resume != "never":
+        raise RlctlError(
+            f"`--resume {request.resume}` needs `--run-dir`", "give the directory of the run to go on with"
+        )
+    _check_checkpointing(recipe.checkpointing)
     run_dir = run_directory.default(composed.source.name) if recipe.run_dir is None else Path(recipe.run_dir)
-    if recipe.cluster.launcher != "env":
-        run_directory.check(run_dir)
+    start = _start(run_dir, resolved, request.resume)
     recipe.run_dir = str(run_dir)
     need = needs.needs(resolved)
     refused = needs.refuse(resolved, need, hardware)
     plan = report.plan(composed, resolved, need, here=hardware, refused=refused, arguments=arguments)
-    return Job(resolved=resolved, hardware=hardware, refused=refused, run_dir=run_dir, arguments=arguments, plan=plan)
+    return Job(
+        resolved=resolved, hardware=hardware, refused=refused, run_dir=run_dir, start=start, arguments=arguments,
+        plan=plan,
+    )  # fmt: skip
+
+
+def _start(run_dir: Path, resolved: derive.Resolved, mode: resume.Mode) -> resume.Start | None:
+    new_elsewhere = resolved.recipe.cluster.launcher == "env" and os.environ.get("RANK", "0") != "0"
+    if mode == "never" and new_elsewhere:
+        return None  # rank 0 judges the directory, and may have made it already
+    return resume.find(run_dir, resolved, mode=mode)
+
+
+def _check_checkpointing(options: config.Checkpointing) -> None:
+    deadline_seconds(options.checkpoint_must_save_by)
+    if options.keep_top_k < 1:
+        raise RlctlError(f"`checkpointing.keep_top_k` is {options.keep_top_k}, it must be at least 1", "raise it")
 
 
 def compose_request(request: Request) -> compose.Composed:

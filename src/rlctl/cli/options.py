@@ -43,7 +43,16 @@ Launcher = Annotated[
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", rich_help_panel=_OUTPUT, help="A new directory. Default: runs/RECIPE-TIME."),
+    typer.Option(
+        metavar="DIR", rich_help_panel=_OUTPUT, help="A new directory, or see --resume. Default: runs/RECIPE-TIME."
+    ),
+]
+Resume = Annotated[
+    Literal["auto", "never", "must"],
+    typer.Option(
+        rich_help_panel=_OUTPUT,
+        help="auto: go on in --run-dir from its newest checkpoint, or start there. must: go on, or refuse.",
+    ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", metavar=FLAG, rich_help_panel=_OUTPUT, help="One JSON document on stdout.")

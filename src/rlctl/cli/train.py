@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlctl.cli import options, output
+from rlctl.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from rlctl.cli.job import Job
@@ -17,6 +18,7 @@ EXAMPLES = """[bold]Examples[/bold]
 rlctl train grpo --recipe smoke-tiny
 rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5
 rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run
+rlctl train grpo --recipe smoke-tiny --run-dir runs/my --resume auto
 rlctl train grpo --model DIR data.train_path=my.jsonl env.reward=my_file.py:score"""
 
 
@@ -35,6 +37,7 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
     gpus_per_node: options.GpusPerNode = None,
     launcher: options.Launcher = None,
     run_dir: options.RunDir = None,
+    resume: options.Resume = "never",
     dry_run: Annotated[
         Literal["plan", "build"] | None,
         typer.Option(
@@ -53,7 +56,7 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
     request = job.Request(
         algorithm=algorithm, overrides=overrides or (), recipe=recipe, model=model, backend=backend,
         recipe_dirs=recipe_dir or (), procs=procs, nodes=nodes, gpus_per_node=gpus_per_node, launcher=launcher,
-        run_dir=run_dir,
+        run_dir=run_dir, resume=resume,
     )  # fmt: skip
     prepared = job.prepare(request, arguments=context.obj)
     if dry_run:
@@ -86,19 +89,22 @@ def _dry(job: Job, as_json: bool, *, build: bool) -> int:
 def _run(job: Job, as_json: bool) -> int:
     """Start the job here, or say why not."""
     from rlctl.cli import report  # see `train`
-    from rlctl.launch import env, local
+    from rlctl.launch import commands, env, local
     from rlctl.launch.task_check import check_task
 
     if job.refused is not None:
         if not as_json:
             output.note(report.text(job.plan) + "\n")
         raise output.Refusal(job.refused, job.plan)
+    if job.start is not None and job.start.finished:
+        return _finished(job, job.start.step, as_json)
     cluster = job.resolved.recipe.cluster
 
     def create() -> None:
         check_task(job.resolved.recipe)
         job.create()
-        output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}")
+        resumes = f", which has {job.start.step} steps" if job.start else ""
+        output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}{resumes}")
 
     if cluster.launcher == "env":
         env.run(job.run_dir, create=create)
@@ -108,7 +114,17 @@ def _run(job: Job, as_json: bool) -> int:
     status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)
     if as_json:
         output.document({"run_dir": str(job.run_dir), "exit_status": status, "last_step": _last_step(job.run_dir)})
+    elif status == INTERRUPTED:
+        output.note(f"to go on: {commands.resume(job.run_dir, job.arguments)}")
     return status
+
+
+def _finished(job: Job, steps: int, as_json: bool) -> int:
+    if as_json:
+        output.document({"run_dir": str(job.run_dir), "exit_status": 0, "last_step": _last_step(job.run_dir)})
+    else:
+        output.note(f"the run in {job.run_dir} is finished: {steps} steps; to go on, raise grpo.max_num_steps")
+    return 0
 
 
 def _last_step(run_dir: Path) -> dict[str, Any] | None:

