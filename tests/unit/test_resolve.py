@@ -166,3 +166,14 @@ def test_every_entry_names_its_origin_and_template():
         assert entry["hf"] is not None or entry["made"] == "tiny", name
         assert isinstance(entry["chat_template"], bool), name
     assert module.resolve("smollm2-135m").made == "gguf"
+
+
+def test_a_rope_override_without_effect_is_refused(tmp_path):
+    """A config of transformers 5 has rope_parameters, which win over the older keys."""
+    from tests import tiny
+
+    folder = tiny.save("llama", tmp_path / "m")
+    with pytest.raises(RlctlError, match="rope_theta has no effect"):
+        resolve.resolve(str(folder), {"rope_theta": 5e5})
+    changed = resolve.resolve(str(folder), {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert changed.config["rope_parameters"]["rope_theta"] == 5e5

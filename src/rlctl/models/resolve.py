@@ -76,9 +76,20 @@ def resolve(name: str, overrides: dict[str, Any] | None = None) -> ModelSource:
         source = _from_hub_id(name)
     else:
         raise _unknown(name)
+    _check_overrides(source.config, overrides or {})
     config = source.config | (overrides or {})
     _check_architecture(name, config)
     return ModelSource(**(vars(source) | {"config": config}))
+
+
+def _check_overrides(config: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Refuse the rope keys of transformers 4 on a config of transformers 5, where `rope_parameters` wins over them."""
+    without_effect = [key for key in ("rope_theta", "rope_scaling") if key in overrides]
+    if "rope_parameters" in config and without_effect and "rope_parameters" not in overrides:
+        raise RlctlError(
+            f"policy.hf_config_overrides.{without_effect[0]} has no effect: the model's config states rope_parameters",
+            "override rope_parameters, e.g. {rope_type: default, rope_theta: 500000}",
+        )
 
 
 def _is_path(name: str) -> bool:
