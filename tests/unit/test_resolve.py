@@ -174,6 +174,6 @@ def test_a_rope_override_without_effect_is_refused(tmp_path):
 
     folder = tiny.save("llama", tmp_path / "m")
     with pytest.raises(RlctlError, match="rope_theta has no effect"):
-        resolve.resolve(str(folder), {"rope_theta": 5e5})
-    changed = resolve.resolve(str(folder), {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+        resolve(str(folder), {"rope_theta": 5e5})
+    changed = resolve(str(folder), {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     assert changed.config["rope_parameters"]["rope_theta"] == 5e5
