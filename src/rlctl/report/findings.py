@@ -18,6 +18,7 @@ MISMATCH_LIMIT = 1.05  # mean ratio between engine and trainer; clipping starts 
 INVALID_LIMIT, TRUNCATED_LIMIT = 0.01, 0.3
 ENTROPY_LEFT = 0.05  # of the first steps' entropy: below, samples of a prompt are nearly the same
 SPIKE = 10.0  # gradient norm over its median
+_MISMATCH = "mismatch of engine and trainer"
 _SIGNIFICANT = 3.0  # standard errors
 Verdict = Literal["good", "bad", "open"]
 
@@ -105,11 +106,11 @@ def healthy(run: Run) -> Answer:
     error = f"The run failed: {run.error}. " if run.error else ""
     if not run.rows:
         return Answer(question=question, verdict="bad" if error else "open", text=error + "No step is logged.")
+    agree = next((f" Engine and trainer agree: {c.found}." for c in made if c.name == _MISMATCH and c.ok), "")
     if wrong or error:
         text = error + " ".join(f"Look at {c.name}: {c.found}, expected {c.expected}." for c in wrong)
-        return Answer(question=question, verdict="bad", text=text)
-    mismatch = next((f" Engine and trainer agree: {c.found}." for c in made if c.name.startswith("mismatch")), "")
-    return Answer(question=question, verdict="good", text=f"Yes. All {len(made)} checks passed.{mismatch}")
+        return Answer(question=question, verdict="bad", text=text + agree)
+    return Answer(question=question, verdict="good", text=f"Yes. All {len(made)} checks passed.{agree}")
 
 
 def _mismatch(run: Run) -> Check | None:
@@ -118,7 +119,7 @@ def _mismatch(run: Run) -> Check | None:
         return None
     step, worst = max(points, key=lambda p: p[1])
     return Check(
-        name="mismatch of engine and trainer", found=f"mean ratio at most {worst:.4f} (step {step})",
+        name=_MISMATCH, found=f"mean ratio at most {worst:.4f} (step {step})",
         expected=f"1 is exact, below {MISMATCH_LIMIT} is fine", ok=worst < MISMATCH_LIMIT,
     )  # fmt: skip
 

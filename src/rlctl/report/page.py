@@ -37,6 +37,7 @@ _BOUNDS = {  # axes that must not zoom into nothing
     "rollout/invalid_share": (0.0, 1.0),
     "train/clipped_share": (0.0, 1.0),
     "rollout/response_length": (0.0, None),
+    "train/lr": (0.0, None),
 }
 
 
@@ -184,7 +185,7 @@ def _learning(runs: Sequence[Run]) -> str:
 def _evaluations(run: Run) -> str:
     rows = [
         [escape(e["task"]), str(e["samples"]), _interval(e["reward"]),
-         " &nbsp; ".join(f"@{k} {_interval(v)}" for k, v in e["pass_at_k"].items()), escape(e["path"])]
+         " &nbsp; ".join(f"@{k} {_interval(v)}" for k, v in e["pass_at_k"].items()), escape(f"{run.name}/{Path(e['path']).relative_to(run.path)}")]
         for e in run.evaluations
     ]  # fmt: skip
     head = ["evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
@@ -217,13 +218,14 @@ def _speed(run: Run) -> str:
         Series(label=label, points=points, colour=i)
         for i, (label, points) in enumerate(findings.tokens_per_second(run).items())
     ]
+    memory = Series(label="memory", points=[(x, y / 1e9) for x, y in run.series("memory/peak_bytes")])
     order = [p.name for p in findings.phases(run)]
     points = findings.phase_points(run)
     shown = [
         ("Seconds a step, by phase", "", charts.stacked({name: points[name] for name in order}, unit=" s")),
         ("Tokens a second", "", charts.lines(rates, low=0)),
         ("Packing efficiency", "Tokens over room in microbatches.", charts.lines(_over([run], "packing/efficiency"))),
-        ("Peak memory of rank 0", "Bytes.", charts.lines(_over([run], "memory/peak_bytes"), low=0)),
+        ("Peak memory of rank 0", "GB, since the start.", charts.lines([memory], low=0, unit=" GB")),
     ]
     rows = [
         [escape(p.name), f"{p.share:.1%}", f"{p.median_seconds:.3f} s", f"{p.total_seconds:.1f} s"]
@@ -301,7 +303,7 @@ def _what(run: Run) -> str:
 
 def _value(value: Any) -> str:
     if value is None:
-        return "<i class='none'>none</i>"
+        return "<i class='none'>not set</i>"
     shown = str(value).lower() if isinstance(value, bool) else str(value)
     return escape(shown)
 

@@ -36,7 +36,7 @@ polyline{fill:none;stroke-width:2;stroke-linejoin:round}.hit{fill:transparent}
 i[class^=k]{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:5px}
 .wide{overflow-x:auto;margin:10px 0}table{border-collapse:collapse;font-size:14px;background:var(--card);min-width:40%}
 th,td{border:1px solid var(--line);padding:4px 12px;text-align:left;vertical-align:top;overflow-wrap:anywhere}
-th{color:var(--soft);font-weight:600}b.good{color:var(--good)}b.bad{color:var(--bad)}.none{color:var(--soft)}
+th{color:var(--soft);font-weight:600;white-space:nowrap}b.good{color:var(--good)}b.bad{color:var(--bad)}.none{color:var(--soft)}
 .samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(340px,1fr));gap:12px}
 article{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 12px}article p{margin:0}
 article small{color:var(--soft)}.prompt{opacity:.75}
