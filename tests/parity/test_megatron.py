@@ -6,90 +6,141 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlctl.parallel import Layout
 from tests import distributed, tiny
 from tests.parity import dtensor_steps, oracle
-from tests.parity.test_dtensor import MODELS, OVERRIDES, TOLERANCE, name_of
+from tests.parity.megatron_steps import Case
+from tests.parity.test_dtensor import OVERRIDES, TOLERANCE
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {1: [(1, False)], 2: [(1, False), (2, False), (2, True)]}  # processes -> (tensor parallel, sequence parallel)
+TIED, DEEP = dict(tie_word_embeddings=True), dict(num_hidden_layers=4)
+MODELS = {  # name -> kind and what differs from tests/tiny.py and OVERRIDES
+    "llama": ("llama", {}), "llama-tied": ("llama", TIED),
+    "qwen2": ("qwen2", {}), "qwen2-tied": ("qwen2", TIED),
+    "qwen3": ("qwen3", {}), "qwen3-tied": ("qwen3", TIED),
+    "qwen3_moe": ("qwen3_moe", {}), "qwen3_moe-tied": ("qwen3_moe", TIED),
+    "llama-deep": ("llama", DEEP), "qwen2-tied-deep": ("qwen2", TIED | DEEP),
+}  # fmt: skip
+DENSE = [name for name in MODELS if "moe" not in name and "deep" not in name]
+TP = dict(tp=2, sp=True)
+
+
+def cases(world: int, models: list[str], *degrees: dict, **options) -> list[Case]:
+    return [Case(model, Layout(world=world, **one), **options) for model in models for one in degrees]
+
+
+CASES = {
+    1: cases(1, [*DENSE, "qwen3_moe"], {}),
+    2: cases(2, DENSE, {}, dict(tp=2), TP, dict(cp=2), dict(pp=2))
+    + cases(2, ["qwen3_moe"], dict(ep=2), TP | dict(ep=2), TP | dict(etp=2), dict(pp=2), dict(cp=2)),
+    4: cases(4, ["llama-deep"], dict(pp=4), TP | dict(cp=2), dict(cp=4), dict(pp=2, cp=2))
+    + cases(4, ["qwen2-tied-deep"], dict(pp=4), TP | dict(pp=2), dict(pp=2))
+    + cases(4, ["qwen3_moe-tied"], dict(ep=4), TP | dict(ep=2), dict(pp=2, ep=2))
+    + cases(4, ["llama-deep"], dict(pp=2, cp=2), recompute=True)
+    + cases(4, ["qwen3_moe-tied"], dict(cp=2, ep=2), recompute=True)
+    + cases(4, ["qwen2-tied-deep"], dict(pp=2), sequences=1)  # fewer than data-parallel ranks
+    + cases(4, ["qwen3_moe-tied"], dict(ep=4), sequences=3),
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        name_of(kind, tied): tiny.save(
-            kind, root / name_of(kind, tied), seed=i, tie_word_embeddings=tied, **OVERRIDES[kind]
-        )
-        for i, (kind, tied) in enumerate(MODELS)
+        name: tiny.save(kind, root / name, seed=i, **(OVERRIDES.get(kind, {}) | overrides))
+        for i, (name, (kind, overrides)) in enumerate(MODELS.items())
     }
 
 
 @pytest.fixture(scope="module")
 def results(folders):
-    """(model, processes, layout) -> what rank 0 found, after checking that all ranks found the same."""
+    """case -> what rank 0 found, after checking that all ranks found the same."""
     found = {}
-    for world, layouts in LAYOUTS.items():
-        ranks = distributed.run("tests.parity.megatron_steps:every", world, folders, layouts)
-        for (model, layout), one in ranks[0].items():
+    for world, all_of_it in CASES.items():
+        ranks = distributed.run("tests.parity.megatron_steps:every", world, folders, all_of_it)
+        for case, one in ranks[0].items():
             for other in ranks[1:]:
-                assert other[model, layout]["metrics"] == one["metrics"]
-                assert torch.equal(other[model, layout]["scored"].logprobs, one["scored"].logprobs)
-            found[model, world, layout] = one
+                assert other[case]["metrics"] == one["metrics"], case
+                assert torch.equal(other[case]["scored"].logprobs, one["scored"].logprobs), case
+            found[case] = one
     return found
 
 
 @pytest.fixture(scope="module")
 def wanted(folders):
-    batch, algorithm = dtensor_steps.batch(), dtensor_steps.algorithm()
-    section = dtensor_steps.recipe().policy
-    return {
-        model: (
+    """(model, sequences) -> the oracle, and parameters after three updates."""
+    algorithm, section = dtensor_steps.algorithm(), dtensor_steps.recipe().policy
+    made = {}
+    for case in {(c.model, c.sequences) for all_of_it in CASES.values() for c in all_of_it}:
+        folder, batch = folders[case[0]], dtensor_steps.batch(case[1])
+        made[case] = (
             oracle.evaluate(folder, batch, algorithm, temperature=section.generation.temperature),
             oracle.adamw(folder, batch, algorithm, steps=3, section=section),
         )
-        for model, folder in folders.items()
-    }
+    return made
+
+
+def as_on_disk(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transformers stacks experts in memory, [E, 2f, h] and [E, h, f]; files hold them one by one."""
+    found = {}
+    for name, tensor in named.items():
+        stem, _, stacked = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            parts = one.chunk(2) if stacked == "gate_up_proj" else [one]
+            names = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            found |= {f"{stem}.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+    return found
 
 
 def test_loading_then_gathering_gives_the_bits_of_the_files(results, folders):
     """HF -> Megatron -> HF in every layout: same names, shapes and bits."""
-    for (model, world, layout), one in results.items():
-        files = load_file(folders[model] / "model.safetensors")
-        assert set(one["loaded"]) == set(files), (model, world, layout)
+    for case, one in results.items():
+        files = load_file(folders[case.model] / "model.safetensors")
+        assert set(one["loaded"]) == set(files), case
         for name, tensor in files.items():
-            assert torch.equal(one["loaded"][name], tensor), (model, world, layout, name)
+            assert torch.equal(one["loaded"][name], tensor), (case, name)
 
 
 def test_logprobs_and_entropy_are_those_of_transformers(results, wanted):
-    for key, one in results.items():
-        want, _ = wanted[key[0]]
-        assert oracle.error(one["scored"].logprobs, want.logprobs) < TOLERANCE, key
-        assert oracle.error(one["scored"].entropy, want.entropy) < TOLERANCE, key
+    for case, one in results.items():
+        want, _ = wanted[case.model, case.sequences]
+        assert oracle.error(one["scored"].logprobs, want.logprobs) < TOLERANCE, case
+        assert oracle.error(one["scored"].entropy, want.entropy) < TOLERANCE, case
 
 
 def test_loss_and_gradient_norm_are_those_of_autograd(results, wanted):
-    for key, one in results.items():
-        want, _ = wanted[key[0]]
-        assert oracle.loss_error(one["metrics"]["loss"], want) < TOLERANCE, key
-        assert abs(one["grad_norm"] - want.grad_norm) / want.grad_norm < TOLERANCE, key
+    for case, one in results.items():
+        want, _ = wanted[case.model, case.sequences]
+        assert oracle.loss_error(one["metrics"]["loss"], want) < TOLERANCE, case
+        assert abs(one["grad_norm"] - want.grad_norm) / want.grad_norm < TOLERANCE, case
 
 
 def test_every_gradient_is_that_of_autograd(results, wanted):
-    for key, one in results.items():
-        want, _ = wanted[key[0]]
-        assert set(one["gradients"]) == set(want.gradients), key
-        for name, gradient in want.gradients.items():
-            assert oracle.error(one["gradients"][name], gradient) < TOLERANCE, (key, name)
+    for case, one in results.items():
+        want = as_on_disk(wanted[case.model, case.sequences][0].gradients)
+        assert set(one["gradients"]) == set(want), case
+        for name, gradient in want.items():
+            assert oracle.error(one["gradients"][name], gradient) < TOLERANCE, (case, name)
 
 
 def test_three_updates_are_those_of_torch_adamw(results, wanted):
     """Clipping, weight decay on matrices alone, fp32 state."""
-    for key, one in results.items():
-        _, updated = wanted[key[0]]
+    for case, one in results.items():
+        updated = as_on_disk(wanted[case.model, case.sequences][1])
+        assert set(one["weights"]) == set(updated), case
         for name, tensor in updated.items():
-            assert oracle.error(one["weights"][name], tensor) < TOLERANCE, (key, name)
+            assert oracle.error(one["weights"][name], tensor) < TOLERANCE, (case, name)
+
+
+def test_no_layout_changes_a_metric(results):
+    for case, one in results.items():
+        alone = next((c for c in CASES[1] if c.model == case.model and c.sequences == case.sequences), None)
+        if alone is not None:
+            assert one["metrics"] == pytest.approx(results[alone]["metrics"], rel=1e-5, abs=1e-7), case
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +167,26 @@ def test_microbatches_change_nothing(one_model):
             assert oracle.error(other["gradients"][name], gradient) < TOLERANCE, (variant, name)
 
 
-def test_saving_and_loading_in_between_changes_no_bit(one_model):
+@pytest.fixture(scope="module")
+def kept(folders):
+    """(case, rank's findings) of what outlives a step."""
+    chosen = cases(2, ["llama"], {}, dict(cp=2)) + cases(2, ["qwen2-tied"], dict(pp=2))
+    chosen += cases(2, ["qwen3_moe"], dict(ep=2))
+    ranks = distributed.run("tests.parity.megatron_steps:kept", 2, folders, chosen)
+    return [(case, found) for rank in ranks for case, found in zip(chosen, rank, strict=True)]
+
+
+def test_saving_and_loading_in_between_changes_no_bit(kept):
     """bfloat16 parameters with fp32 main parameters: the main ones are in the state too."""
-    for rank in distributed.run("tests.parity.megatron_steps:state", 2, one_model):
-        for name, tensor in rank["wanted"].items():
-            assert torch.equal(rank["got"][name], tensor), name
+    for case, found in kept:
+        for name, tensor in found["state"]["wanted"].items():
+            assert torch.equal(found["state"]["got"][name], tensor), (case, name)
 
 
-def test_the_reference_stays_and_the_policy_is_put_back(one_model):
-    for rank in distributed.run("tests.parity.megatron_steps:reference", 2, one_model):
-        assert torch.equal(rank["before"], rank["start"])
-        assert torch.equal(rank["before"], rank["after"])
-        assert torch.equal(rank["moved"], rank["again"])
-        assert not torch.equal(rank["moved"], rank["start"])
+def test_the_reference_stays_and_the_policy_is_put_back(kept):
+    for case, found in kept:
+        one = found["reference"]
+        assert torch.equal(one["before"], one["start"]), case
+        assert torch.equal(one["before"], one["after"]), case
+        assert torch.equal(one["moved"], one["again"]), case
+        assert not torch.equal(one["moved"], one["start"]), case

@@ -40,6 +40,7 @@ from rlctl.models.base import HfConfig
 from rlctl.models.build import TORCH_DTYPES, build_model
 from rlctl.parallel import Layout, layout_of
 from rlctl.policy.base import Offloadable, TrainState
+from rlctl.policy.context import Part, part_of, whole
 from rlctl.policy.logprobs import token_logprobs
 from rlctl.policy.loss import weighted_loss
 from rlctl.policy.metrics import MetricSums
@@ -261,11 +262,12 @@ class Policy:
 
         def step(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
+            part = part_of(micro, rank=ps.get_context_parallel_rank(), size=self.layout.cp)
             entropy: list[torch.Tensor] = []
             output = model(
-                **_inputs(micro),
+                **_inputs(part, micro.cu_seqlens),
                 output_processor=self._logprobs,
-                output_processor_context=(micro, entropy),
+                output_processor_context=(part, len(micro.rows), entropy),
             )
 
             def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -286,23 +288,26 @@ class Policy:
         )
 
     def _logprobs(self, *, hidden_states: torch.Tensor, output_weight: Any, context: Any, **others: Any) -> Any:
-        """GPTModel's output processor: hidden states [T, 1, h] -> logprobs [n] of the microbatch's targets."""
-        micro, entropy = context
+        """GPTModel's output processor: this rank's hidden states [t, 1, h] -> logprobs [n] of the whole microbatch."""
+        part, count, entropy = context
         weight = others["output_layer"].weight if output_weight is None else output_weight
         if self.layout.sp:
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
-        rows = micro.rows.to(hidden.device)
+        rows = part.rows.to(hidden.device)
         logits = torch.nn.functional.linear(hidden[:, 0].index_select(0, rows), weight)
         logprobs, entropies = token_logprobs(
             logits,
-            micro.targets.to(hidden.device),
+            part.targets.to(hidden.device),
             temperature=self.vocabulary.temperature,
             group=ps.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             vocab_start=ps.get_tensor_model_parallel_rank() * logits.shape[1],
             vocab_valid=self.vocabulary.size,
         )
+        if self.layout.cp > 1:
+            where = {"mine": part.mine.to(hidden.device), "count": count, "group": ps.get_context_parallel_group()}
+            logprobs, entropies = whole(logprobs, **where), whole(entropies, **where)
         entropy.append(entropies)
         return logprobs
 
@@ -376,11 +381,10 @@ def _optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
     return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
 
 
-def _inputs(micro: Microbatch) -> dict[str, Any]:
-    """GPTModel's arguments for one packed stream."""
+def _inputs(part: Part, cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """GPTModel's arguments: this rank's part of a packed stream, and the boundaries of the whole."""
     where = device.current()
-    boundaries = micro.cu_seqlens.to(where)
-    longest = int(micro.cu_seqlens.diff().max())
+    boundaries, longest = cu_seqlens.to(where), int(cu_seqlens.diff().max())
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -389,8 +393,8 @@ def _inputs(micro: Microbatch) -> dict[str, Any]:
         max_seqlen_kv=longest,
     )
     return {
-        "input_ids": micro.tokens.to(where),
-        "position_ids": micro.position_ids.to(where),
+        "input_ids": part.tokens.to(where),
+        "position_ids": part.position_ids.to(where),
         "attention_mask": None,
         "packed_seq_params": packed,
     }
