@@ -183,11 +183,11 @@ def _learning(runs: Sequence[Run]) -> str:
 
 
 def _evaluations(run: Run) -> str:
-    rows = [
-        [escape(e["task"]), str(e["samples"]), _interval(e["reward"]),
-         " &nbsp; ".join(f"@{k} {_interval(v)}" for k, v in e["pass_at_k"].items()), escape(f"{run.name}/{Path(e['path']).relative_to(run.path)}")]
-        for e in run.evaluations
-    ]  # fmt: skip
+    rows = []
+    for result in run.evaluations:
+        at_k = " &nbsp; ".join(f"@{k} {_interval(value)}" for k, value in result["pass_at_k"].items())
+        where = f"{run.name}/{Path(result['path']).relative_to(run.path)}"
+        rows.append([escape(result["task"]), str(result["samples"]), _interval(result["reward"]), at_k, escape(where)])
     head = ["evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
     return _table(head, rows) if rows else ""
 

@@ -1,0 +1,236 @@
+"""Reading run directories, what is concluded from them, and the page: complete, self-contained, escaped."""
+
+from __future__ import annotations
+
+import fcntl
+import html.parser
+import json
+import re
+
+import pytest
+import yaml
+
+from rlctl import config
+from rlctl.recipe import compose
+from rlctl.report import charts, findings, page
+from rlctl.report.run import Run, differences, find_runs, open_run
+
+
+def row(step, reward, **more):
+    return {
+        "step": step, "rollout/reward": reward, "rollout/reward_std": 0.1, "rollout/response_length": 20.0,
+        "rollout/total_length": 30.0, "rollout/truncated_share": 0.0, "rollout/invalid_share": 0.0,
+        "mismatch/token_mult_prob_error": 1.001, "train/entropy": 2.0, "train/grad_norm": 0.5, "train/loss": 0.0,
+        "time/generate_seconds": 3.0, "time/train_seconds": 1.0, "time/step_seconds": 5.0,
+    } | more  # fmt: skip
+
+
+def sample(reward, response="fine", *, valid=True, group=0):
+    return {
+        "group": group, "sample": 0, "index": group, "prompt": [{"role": "user", "content": "What?"}],
+        "response": response, "reward": reward if valid else None, "reward_parts": {"a": reward} if valid else {},
+        "valid": valid, "truncated": False, "error": None if valid else "the grader hung", "response_tokens": 3,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Make a run directory of metrics rows and dumps."""
+
+    def make(rows, dumps=(), name="run", **steps):
+        folder = tmp_path / name
+        (folder / "rollouts").mkdir(parents=True)
+        recipe = compose.as_values(compose.compose("grpo", "smoke-tiny").recipe)
+        recipe["grpo"] |= {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": len(rows)}
+        recipe["grpo"] |= steps
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (folder / "command.txt").write_text("rlctl train grpo --recipe smoke-tiny\n")
+        for step, samples in dumps:
+            lines = "".join(json.dumps(s) + "\n" for s in samples)
+            (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(lines)
+        return Run(folder)
+
+    return make
+
+
+def rising(steps=20, **more):
+    return [row(i, i / steps, **more) for i in range(1, steps + 1)]
+
+
+def test_a_reward_that_rises_beyond_its_noise_is_learning(made):
+    answer = findings.learned(made(rising()))
+    assert answer.verdict == "good"
+    assert "from 0.125 (mean of steps 1 to 4) to 0.925 (mean of steps 17 to 20)" in answer.text
+
+
+def test_a_flat_or_falling_reward_is_not(made):
+    assert findings.learned(made([row(i, 0.5 + 0.001 * (i % 2)) for i in range(1, 21)])).verdict == "open"
+    assert findings.learned(made([row(i, 1 - i / 20) for i in range(1, 21)], name="b")).verdict == "bad"
+    assert findings.learned(made([row(1, 0.5)], name="c")).verdict == "open"
+
+
+def test_validation_is_told_with_its_best(made):
+    rows = [{"step": 0, "val/reward": 0.1}, *rising()]
+    rows[10]["val/reward"], rows[20]["val/reward"] = 0.9, 0.7
+    text = findings.learned(made(rows)).text
+    assert "from 0.100 (after step 0) to 0.700 (step 20); its best is 0.900 (step 10)" in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"mismatch/token_mult_prob_error": 1.2}, "mismatch"),
+        ({"train/loss": None}, "not finite"),
+        ({"rollout/invalid_share": 0.5}, "without a reward"),
+        ({"rollout/truncated_share": 0.9}, "cut off"),
+        ({"train/entropy": 0.01}, "entropy"),
+        ({"train/grad_norm": 99.0}, "gradient norm"),
+    ],
+    ids=str,
+)
+def test_each_sign_of_illness_is_found_and_named(made, broken, named):
+    rows = rising()
+    sick = 1 if "train/grad_norm" in broken else 8
+    for r in rows[-sick:]:
+        r.update(broken)
+    answer = findings.healthy(made(rows))
+    assert answer.verdict == "bad" and named in answer.text
+    assert [c.ok for c in findings.checks(made(rows, name="again"))].count(False) == 1
+
+
+def test_a_healthy_run_passes_all_checks(made):
+    run = made(rising())
+    assert all(c.ok for c in findings.checks(run)) and len(findings.checks(run)) == 6
+    assert findings.healthy(run).verdict == "good"
+
+
+def test_phases_and_what_is_left_add_up_to_the_step(made):
+    found = {p.name: p for p in findings.phases(made(rising()))}
+    assert [found[n].share for n in ("generate", "train", "other")] == pytest.approx([0.6, 0.2, 0.2])
+    assert found["other"].median_seconds == 1.0
+    assert findings.slow(made(rising(), name="b")).text.startswith("Generate: 60% of the steps' time")
+
+
+def test_tokens_a_second_count_what_was_sampled_and_what_was_trained(made):
+    rates = findings.tokens_per_second(made([row(1, 0.1, **{"rollout/invalid_share": 0.25})]))
+    assert [points[0][1] for points in rates.values()] == pytest.approx([20 * 8 * 0.75 / 3, 30 * 8 * 0.75 / 5])
+
+
+def test_a_step_that_was_done_twice_counts_as_its_later_line(made):
+    run = made([row(1, 0.1), row(2, 0.2), row(2, 0.3)])
+    assert run.series("rollout/reward") == [(1, 0.1), (2, 0.3)]
+
+
+def test_a_run_is_running_while_its_lock_is_held(made):
+    run = made(rising(), max_num_steps=99)
+    assert run.status == "stopped"
+    with (run.path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run.status == "running"
+    assert run.status == "stopped"
+    (run.path / "logs").mkdir()
+    (run.path / "logs" / "error_rank_0.json").write_text(json.dumps({"error": "out of memory"}))
+    assert (run.status, run.error) == ("failed", "out of memory")
+    assert made(rising(), name="b").status == "finished"
+
+
+def test_changed_keys_are_those_that_differ_from_the_defaults(made):
+    changed = {key: (value, default) for key, value, default in made(rising()).changed}
+    assert changed["grpo.num_prompts_per_step"] == (4, config.Steps().num_prompts_per_step)
+    assert changed["policy.optimizer.lr"] == (3e-3, config.Optimizer().lr)
+    assert "policy.optimizer.betas" not in changed and "env.toy.wanted" not in changed and "grpo.seed" not in changed
+
+
+def test_runs_are_found_but_evaluations_are_not_runs(made, tmp_path):
+    run = made(rising())
+    (run.path / "eval" / "one").mkdir(parents=True)
+    for name in ("recipe.yaml", "eval.json"):
+        (run.path / "eval" / "one" / name).write_text("{}")
+    assert [r.path for r in find_runs(tmp_path)] == [run.path]
+    assert open_run(run.path).steps == 20
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a page refers to, and checks that elements are closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.outside = [], [], []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.outside += [v for k, v in attrs if k in ("src", "href", "data", "srcset")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else(made):
+    dumps = [(1, [sample(0.0), sample(0.5)]), (20, [sample(1.0), sample(0.25), sample(0, valid=False)])]
+    run = made([{"step": 0, "val/reward": 0.1}, *rising(**{"train/kl": 0.01, "val/reward": 0.5})], dumps)
+    text = page.page(run)
+    parsed = Page(text)
+    assert parsed.outside == [] and "script" not in parsed.tags and "link" not in parsed.tags
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    for heading in ("Did it learn?", "Is it healthy?", "What is slow?", "Samples", "What was run?"):
+        assert f"<h2>{heading}</h2>" in text
+    for shown in (
+        "KL to the reference",
+        "Validation reward",
+        "Seconds a step, by phase",
+        "the grader hung",
+        "Step 20, best",
+    ):
+        assert shown in text
+    assert "rlctl train grpo --recipe smoke-tiny" in text and page.rerun_line(run) in text
+    assert page.write(run).read_text() == text
+
+
+def test_what_a_model_writes_cannot_change_the_page(made):
+    text = page.page(made(rising(), [(20, [sample(1.0, "</pre><script>alert(1)</script>\x1b[2J")])]))
+    assert "script" not in Page(text).tags
+    assert "&lt;script&gt;" in text and "\x1b" not in text
+
+
+def test_a_run_without_a_step_has_a_page(made):
+    assert "No step is logged" in page.page(made([]))
+    Page(page.page(made([], name="b")))
+
+
+def test_a_comparison_shows_each_run_and_only_what_differs(made, tmp_path):
+    runs = [made(rising(), name="first"), made(rising(), name="second", seed=7)]
+    assert differences(runs) == [("grpo.seed", [42, 7])]
+    text = page.write_comparison(runs, tmp_path / "both.html").read_text()
+    Page(text)
+    assert "grpo.seed" in text and "grpo.max_num_steps" not in text
+    assert text.count("first, step 20: 1") >= 1 and text.count("second, step 20: 1") >= 1
+
+
+def test_a_line_passes_through_its_points():
+    drawn = charts.lines([charts.Series(label="a", points=[(0, 0.0), (5, 1.0), (10, 0.5)])])
+    places = re.search(r'polyline class="s0" points="([^"]*)"', drawn)[1].split()
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in places)
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.11) and x0 < x1 < x2
+    assert y0 - y1 == pytest.approx(2 * (y0 - y2), abs=0.11) and y1 < y2 < y0
+
+
+@pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [1e-9, 2e-9], [-5.0, 5e6], [0.1 + i * 1e-12 for i in range(3)]])
+def test_ticks_enclose_any_data(values):
+    ticks = charts._ticks(min(values), max(values))
+    assert ticks[0] <= min(values) + 1e-9 * abs(min(values)) and ticks[-1] >= max(values) - 1e-9 * abs(max(values))
+    assert 2 <= len(ticks) <= 8
+    assert charts.lines([charts.Series(label="a", points=list(enumerate(values)))])
+
+
+def test_long_series_are_thinned_to_means():
+    points = [(i, float(i % 2)) for i in range(3000)]
+    drawn = charts.lines([charts.Series(label="a", points=points)])
+    assert drawn.count("<circle") == 300 and ": 0.5<" in drawn
