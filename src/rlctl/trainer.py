@@ -295,10 +295,6 @@ def _layout(policy: PolicyProtocol) -> str:
 
 def _metrics(results: list[dict[str, float]]) -> dict[str, float]:
     """The step's metrics; several updates are averaged, but the mismatch is the first one's, on unchanged weights."""
-    names = set(results[0])
-    merged = {name: sum(r[name] for r in results) / len(results) for name in sorted(names)}
-    mismatch = {f"mismatch/{n}": results[0][n] for n in ("token_mult_prob_error", "max_logprob_error")}
-    return {
-        **{f"train/{name}": value for name, value in merged.items() if f"mismatch/{name}" not in mismatch},
-        **mismatch,
-    }
+    merged = {name: sum(r[name] for r in results) / len(results) for name in sorted(results[0])}
+    mismatch = {name: value for name, value in results[0].items() if name.startswith("mismatch/")}
+    return {f"train/{name}": value for name, value in merged.items() if name not in mismatch} | mismatch

@@ -242,7 +242,7 @@ class TokenOutputs:
     values: torch.Tensor | None = None  # [N] f32
 
 
-Reduction = Literal["mean", "sum", "max", "min"]
+Reduction = Literal["mean", "sum", "max", "min", "effective_share"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +250,8 @@ class Metric:
     """A quantity with its reduction, so that no split of the work changes what is logged.
 
     `mean` is over the mask for [N] values and over valid sequences for [B] values; so are `max`, `min` and `sum`.
+    `effective_share` of n weights is (sum of w)^2 / (n * sum of w^2), in 1/n ... 1: the share of samples that
+    would count as much if all weighed alike (Kish).
     """
 
     values: torch.Tensor  # [N] or [B]

@@ -1,17 +1,35 @@
 """What an algorithm is: advantages, loss weights and a token loss. It never mentions a rank, a microbatch or padding.
 
-An algorithm's file defines `Algorithm` (this protocol), and `Config` with two dataclasses, `grpo` (its part of the
-recipe's `grpo.*`, such as the baseline) and `loss_fn`, whose defaults live there and nowhere else.
+An algorithm's file defines `Algorithm` and `Config` (these protocols). Options are those that have an effect in that
+algorithm, and no others; their defaults live in its file and nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from rlctl.config import Recipe
 from rlctl.lazy import torch
 from rlctl.types import Batch, Metric, TokenOutputs
 
 Need = Literal["old", "ref", "entropy", "values"]
+
+
+class ConfigProtocol(Protocol):
+    """An algorithm's options: two dataclasses."""
+
+    grpo: Any
+    """Its part of the recipe's `grpo.*`, such as the baseline."""
+    loss_fn: Any
+    """All of the recipe's `loss_fn.*`."""
+
+    def complete(self, recipe: Recipe) -> None:
+        """Fill in options that are None from the recipe, whose own lengths and batch sizes are filled in.
+
+        Raises:
+            RlctlError: a value that cannot be, or an option without effect.
+        """
+        ...
 
 
 class AlgorithmProtocol(Protocol):

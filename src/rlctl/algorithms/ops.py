@@ -6,7 +6,36 @@ Every mean's denominator is decided here, over the whole (mini)batch, before any
 from __future__ import annotations
 
 from rlctl.lazy import torch
-from rlctl.types import Batch
+from rlctl.types import Batch, Metric, TokenOutputs
+
+MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip, and squares and products of a few still fit fp32
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp, finite whatever comes in; beyond the bound the gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def old_logprobs(batch: Batch, out: TokenOutputs) -> torch.Tensor:
+    """[N]: what ratios are taken against; with one update a step the current policy itself, so that the ratio is 1."""
+    return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+
+
+def sequence_ratio(batch: Batch, logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """[N]: at each token the geometric mean of pi / pi_old over its sequence's mask, differentiable in all of them.
+
+    Source: GSPO https://arxiv.org/abs/2507.18071 eq. 7.
+    """
+    total = batch.sequence_sum(torch.where(batch.mask, logprobs - old, 0.0))
+    return bounded_exp(total / batch.sequence_sum(batch.mask.float()).clamp(min=1))[batch.sequence]
+
+
+def ratio_metrics(ratio: torch.Tensor, *, low: float | None, high: float) -> dict[str, Metric]:
+    """The mean ratio [N], and how often it is outside 1 - low ... 1 + high."""
+    clipped = ratio > 1 + high
+    if low is not None:
+        clipped = clipped | (ratio < 1 - low)
+    return {"ratio": Metric(values=ratio.detach()), "clipped_share": Metric(values=clipped.float())}
 
 
 def group_advantages(
@@ -62,9 +91,41 @@ def _leave_one_out(values: torch.Tensor, *, normalize: bool) -> torch.Tensor:
     return torch.where(flat, advantages, advantages / torch.where(flat, 1.0, spread))
 
 
+def whiten(batch: Batch, values: torch.Tensor) -> torch.Tensor:
+    """[N] -> [N]: minus the mean, over the deviation, both over all tokens of the mask; 0 where all are equal.
+
+    Two-pass in fp64, population deviation: no result is beyond sqrt(tokens - 1). Source: REINFORCE++
+    https://arxiv.org/abs/2501.03262.
+    """
+    chosen = values[batch.mask].double()
+    if not len(chosen) or chosen.max() == chosen.min():
+        return torch.zeros_like(values)
+    centred = torch.where(batch.mask, values.double() - chosen.mean(), 0.0)
+    return (centred / centred[batch.mask].square().mean().sqrt()).float()
+
+
+def log_odds(batch: Batch) -> torch.Tensor:
+    """[N]: log(pi_old / pi_ref) of the tokens in the mask, 0 elsewhere; on average the KL to the reference."""
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    return torch.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+
+
+def sum_from_here(batch: Batch, values: torch.Tensor) -> torch.Tensor:
+    """[N] -> [N]: at each token the sum over itself and the later ones of its sequence."""
+    running = values.double().cumsum(0)
+    ends = running[batch.offsets[1:] - 1]  # of each sequence
+    return (ends[batch.sequence] - running + values.double()).float()
+
+
 def to_tokens(batch: Batch, per_sequence: torch.Tensor) -> torch.Tensor:
     """[B] -> [N]: a sequence's value at each token of the mask, 0 elsewhere."""
     return torch.where(batch.mask, per_sequence[batch.sequence], 0.0).float()
+
+
+def clip_advantages(advantages: torch.Tensor, *, low: float | None, high: float | None) -> torch.Tensor:
+    """Bounded from below, above, both or not at all."""
+    return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def token_mean_weights(batch: Batch) -> torch.Tensor:
@@ -108,7 +169,18 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
 
 
-def kl_k3(logprobs: torch.Tensor, reference: torch.Tensor, *, clamp: float = 20.0) -> torch.Tensor:
+def with_kl(
+    loss: torch.Tensor, batch: Batch, out: TokenOutputs, *, penalty: float, old: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The loss [N] plus `penalty` times `kl_loss` to the reference, and the metric `kl`; as it is without a penalty."""
+    if penalty == 0:
+        return loss, {}
+    assert batch.ref_logprobs is not None
+    loss = loss + penalty * kl_loss(out.logprobs, batch.ref_logprobs, old)
+    return loss, {"kl": Metric(values=kl_k3(out.logprobs.detach(), batch.ref_logprobs))}
+
+
+def kl_k3(logprobs: torch.Tensor, reference: torch.Tensor, *, clamp: float = MAX_LOG_RATIO) -> torch.Tensor:
     """The k3 estimate of KL(pi || reference) per token: exp(d) - 1 - d with d = reference - logprobs.
 
     Its gradient as a loss, E[1 - exp(d)] on samples of pi, is that of KL(reference || pi), not KL(pi || reference):
@@ -134,5 +206,4 @@ def kl_loss(logprobs: torch.Tensor, reference: torch.Tensor, sampler: torch.Tens
         reference: [N].
         sampler: [N] logprobs the tokens were drawn with, detached.
     """
-    ratio = (logprobs - sampler).clamp(-20.0, 20.0).exp()
-    return ratio * kl_k3(logprobs, reference)
+    return bounded_exp(logprobs - sampler) * kl_k3(logprobs, reference)

@@ -47,8 +47,8 @@ def weighted_loss(
     shared = {
         "loss": Metric(values=weighted.detach(), reduce="sum"),
         "entropy": Metric(values=out.entropy),
-        "token_mult_prob_error": Metric(values=apart.exp()),
-        "max_logprob_error": Metric(values=apart, reduce="max"),
+        "mismatch/token_mult_prob_error": Metric(values=apart.exp()),
+        "mismatch/max_logprob_error": Metric(values=apart, reduce="max"),
     }
     sums.add(batch, {**metrics, **shared})
     return weighted.sum()

@@ -15,7 +15,7 @@ class MetricSums:
     """Partial results of one step on one rank. `add` each microbatch once over all ranks; `reduce` on every rank."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, str], list[float]] = {}  # (name, reduction) -> [value, count]
+        self._parts: dict[tuple[str, str], list[float]] = {}  # (name, reduction) -> [value, count, squares]
 
     def add(self, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         """Add a microbatch's metrics: over its mask for [N] values, over its valid sequences for [B] values."""
@@ -23,9 +23,10 @@ class MetricSums:
             chosen = _chosen(batch, metric.values).double()
             if not len(chosen):
                 continue
-            mean_or_sum = metric.reduce in ("mean", "sum")
-            value = chosen.sum() if mean_or_sum else chosen.amax() if metric.reduce == "max" else chosen.amin()
-            _merge(self._parts, (name, metric.reduce), [float(value), float(len(chosen))])
+            extreme = {"max": torch.amax, "min": torch.amin}
+            value = extreme[metric.reduce](chosen) if metric.reduce in extreme else chosen.sum()
+            part = [float(value), float(len(chosen)), float(chosen.square().sum())]
+            _merge(self._parts, (name, metric.reduce), part)
 
     def reduce(self) -> dict[str, float]:
         """The metrics of all ranks, the same on each. Collective. A mean over nothing is NaN."""
@@ -51,10 +52,12 @@ def _merge(into: dict[tuple[str, str], list[float]], key: tuple[str, str], value
         into[key] = list(value)
         return
     combine = {"max": max, "min": min}.get(key[1], lambda a, b: a + b)
-    into[key] = [combine(into[key][0], value[0]), into[key][1] + value[1]]
+    into[key] = [combine(into[key][0], value[0]), into[key][1] + value[1], into[key][2] + value[2]]
 
 
-def _final(how: str, value: float, count: float) -> float:
+def _final(how: str, value: float, count: float, squares: float) -> float:
+    if how == "effective_share":
+        return value * value / (count * squares) if squares else math.nan
     if how != "mean":
         return value
     return value / count if count else math.nan

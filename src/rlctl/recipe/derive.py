@@ -2,7 +2,7 @@
 
 1. The model's config.json, by name.
 2. The backend, the number of processes and the layout.
-3. Batch sizes, token budgets and lengths, with every product check.
+3. Batch sizes, token budgets and lengths, with every product check; then the algorithm's own options.
 4. The generation engine and the task.
 5. An override that could have no effect in the result is refused.
 """
@@ -76,6 +76,7 @@ def derive(composed: Composed, hardware: Hardware) -> Resolved:
     parallel.check(layout, model.config)
     _lengths(recipe, model)
     _batches(recipe, layout)
+    plugins.load("algorithm", recipe.algorithm).Config(grpo=recipe.advantage, loss_fn=recipe.loss_fn).complete(recipe)
     parameters = resolve.num_parameters(model.config)
     _engine(recipe, parameters)
     _check_schedule(recipe)
