@@ -1,0 +1,126 @@
+"""A run that stops and goes on is the run that never stopped, bit for bit (engine transformers, float32)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# with a reference, two updates a step, a warm-up and validation: all that a step depends on
+SETTINGS = (
+    "loss_fn.reference_policy_kl_penalty=0.05", "policy.train_global_batch_size=32", "policy.scheduler.warmup_steps=5",
+    "grpo.val_period=2", "grpo.max_val_samples=8",
+)  # fmt: skip
+MACHINE_DEPENDENT = ("time/", "memory/")
+
+
+def command(run_dir, *arguments):
+    base = [sys.executable, "-m", "rlctl", "train", "grpo", "--recipe", "smoke-tiny", "--run-dir", str(run_dir)]
+    return [*base, *arguments]
+
+
+def run(run_dir, *arguments):
+    done = subprocess.run(
+        command(run_dir, *arguments), capture_output=True, text=True, timeout=600, check=False, cwd=run_dir.parent
+    )
+    return done.returncode, done.stderr
+
+
+def metrics(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(MACHINE_DEPENDENT)} for line in lines]
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def assert_same_run(one, other):
+    assert metrics(one) == metrics(other)
+    for folder in ("rollouts", "validation", "hf"):
+        assert files(one / folder) == files(other / folder), folder
+    assert files(one / "rollouts") and files(one / "hf")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_six_steps_are_three_and_three_more(backend, processes, tmp_path):
+    job = ("--backend", backend, "--procs", str(processes), *SETTINGS)
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert run(straight, *job, "grpo.max_num_steps=6")[0] == 0
+    assert run(stopped, *job, "grpo.max_num_steps=3", "--resume", "auto")[0] == 0
+    status, told = run(stopped, *job, "grpo.max_num_steps=6", "--resume", "must")
+    assert status == 0, told
+    assert "resuming after step 3" in told
+    assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4, 5, 6]
+    assert_same_run(straight, stopped)
+
+
+def start(run_dir, *arguments):
+    return subprocess.Popen(
+        command(run_dir, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=run_dir.parent
+    )
+
+
+def wait_for_steps(run_dir: Path, steps: int) -> None:
+    end = time.monotonic() + 300
+    while (
+        not (run_dir / "metrics.jsonl").is_file() or len((run_dir / "metrics.jsonl").read_text().splitlines()) < steps
+    ):
+        assert time.monotonic() < end, "the run did not get that far"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_it_and_says_how_to_go_on(number, tmp_path):
+    stopped, straight = tmp_path / "stopped", tmp_path / "straight"
+    process = start(stopped, "grpo.max_num_steps=1000", "checkpointing.save_period=1000")
+    wait_for_steps(stopped, 3)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 130, told
+    steps = len(metrics(stopped))
+    assert [p.name for p in (stopped / "checkpoints").iterdir()] == [f"step_{steps:06d}"]
+    assert f"stopped after step {steps} of " in told
+    assert f"--run-dir {stopped} --resume auto" in told
+    last = f"grpo.max_num_steps={steps + 2}"
+    assert run(stopped, last, "--resume", "auto")[0] == 0
+    assert run(straight, last)[0] == 0
+    assert_same_run(straight, stopped)
+
+
+def test_a_run_saves_and_stops_before_the_time_it_must_save_by(tmp_path):
+    began = time.monotonic()
+    status, told = run(
+        tmp_path / "run", "grpo.max_num_steps=100000", "checkpointing.checkpoint_must_save_by=0:00:00:30"
+    )
+    assert status == 130, told
+    assert time.monotonic() - began < 120
+    steps = len(metrics(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
+
+
+def test_a_killed_launcher_leaves_no_process_and_a_second_start_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "grpo.max_num_steps=8", "checkpointing.save_period=2")
+    wait_for_steps(run_dir, 5)
+    process.kill()
+    status, told = run(run_dir, "grpo.max_num_steps=8", "checkpointing.save_period=2", "--resume", "auto")
+    assert status == 0, told
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 9))
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if os.fsencode(run_dir) in _text(p)]
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
