@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from rlctl.algorithms import grpo, ops
-from rlctl.types import Batch, TokenOutputs
+from rlctl.types import TokenOutputs
+from tests.numerics.algorithm_cases import batch
 
 
 def advantages(rewards, group, valid=None, *, leave_one_out=True, normalize=True):
@@ -53,26 +52,6 @@ def test_groups_go_by_id_not_by_place():
 def test_an_invalid_rollout_has_no_vote_and_a_lone_one_no_advantage():
     got = advantages([1.0, 3.0, 99.0, 5.0], [0, 0, 0, 1], [True, True, False, True], normalize=False)
     assert got.tolist() == [-2.0, 2.0, 0.0, 0.0]
-
-
-def batch(lengths=(4, 6, 3), first=2, **fields):
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    n = int(offsets[-1])
-    mask = torch.zeros(n, dtype=torch.bool)
-    for start, end in itertools.pairwise(offsets.tolist()):
-        mask[start + first : end] = True
-    made = Batch(
-        tokens=torch.arange(n),
-        offsets=offsets,
-        mask=mask,
-        rewards=torch.zeros(len(lengths)),
-        group=torch.zeros(len(lengths), dtype=torch.int64),
-        valid=torch.ones(len(lengths), dtype=torch.bool),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-        rollout_logprobs=torch.zeros(n),
-        version=torch.zeros(n, dtype=torch.int32),
-    )
-    return made.replace(**fields)
 
 
 def test_token_weights_count_every_token_alike_and_sum_to_one():
