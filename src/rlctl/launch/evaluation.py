@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -173,6 +174,10 @@ def open_directory(
             f"`{path}` holds an evaluation with {key} {before.get(key, 'unset')}, not {now[key]}",
             "repeat its command to go on, or give a new directory with `--run-dir`",
         )
+    for report in (path / "logs").glob("error_rank_*.json"):  # of the start before
+        report.unlink()
+    with (path / "command.txt").open("a") as commands:
+        commands.write(shlex.join(command) + "\n")
     return (path / RESULTS_FILE).is_file()
 
 

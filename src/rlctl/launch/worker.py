@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlctl.errors import ENVIRONMENT, INTERRUPTED, RlctlError
-from rlctl.launch import run_directory
+from rlctl.launch import heartbeat, run_directory
 from rlctl.launch.stop import Stop, deadline_seconds
 
 CONSOLE = "RLCTL_CONSOLE_FD"
@@ -38,6 +38,7 @@ def main(run_dir: Path) -> int:
     stop.listen(local=local)
     phase = "start"
     log: Any = None
+    heartbeat.beat(logs, rank, lambda: "start" if log is None else log.phase_name)
     try:
         if rank == 0:
             run_directory.hold(run_dir)
@@ -52,6 +53,8 @@ def main(run_dir: Path) -> int:
         stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
         log = RunLog(run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console)
         from rlctl.eval import SETTINGS_FILE, evaluate
+        from rlctl.report import page as report
+        from rlctl.report.run import Run
         from rlctl.trainer import train
 
         finished = True
@@ -59,6 +62,8 @@ def main(run_dir: Path) -> int:
             evaluate(recipe, run_dir, log)
         else:
             finished = train(recipe, run_dir, log, stop=stop)
+            if rank == 0:
+                report.write(Run(run_dir, ended=True))
         log.close()
         device.destroy_process_group()
     except BaseException as error:

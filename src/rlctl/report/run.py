@@ -28,6 +28,8 @@ class Run:
     """One run directory."""
 
     path: Path
+    ended: bool = False
+    """The caller is the run itself, at its end: that its lock is held says nothing."""
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ class Run:
     @property
     def status(self) -> Status:
         """How it stands. A run that was killed is `stopped`."""
-        if _is_held(self.path / _LOCK):
+        if not self.ended and _is_held(self.path / _LOCK):
             return "running"
         if self.error is not None:
             return "failed"
