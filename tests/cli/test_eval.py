@@ -116,3 +116,9 @@ def test_the_exported_model_scores_as_the_last_validation(trained):
     assert json.loads((trained / "measured" / "results.json").read_text())["reward"] == result["reward"]
     other = rlctl(trained, "eval", "run", "--procs", "1", "--run-dir", "measured", "--samples", "2")
     assert other.returncode == 2 and "holds an evaluation with samples 1, not 2" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_report(trained):
+    text = (trained / "run" / "report.html").read_text()
+    assert "class='finished'" in text and "Validation reward went from" in text
