@@ -21,7 +21,7 @@ from pathlib import Path
 from rlctl.errors import RlctlError
 from rlctl.launch import local
 try:
-    sys.exit(local.run(Path(sys.argv[1]), processes=2, has_gpus=False, worker="tests.cli.worker"))
+    sys.exit(local.run(Path(sys.argv[1]), processes=2, has_gpus=False, worker="tests.cli.worker", stall_seconds=6.0))
 except RlctlError as error:
     print(error.message, "|", error.hint, "|", error.exit_status)
     sys.exit(error.exit_status)
@@ -109,3 +109,17 @@ def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert all_gone(workers)
+
+
+def test_a_stopped_worker_ends_the_run_and_is_named_with_its_phase(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", ["beat", "beat"])
+    workers = started(tmp_path / "run")
+    time.sleep(3)
+    os.kill(workers[1], signal.SIGSTOP)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out.startswith("rank 1 shows no sign of life since ") and "in phase `train` (rank 0 in `train`)" in out
+    assert all_gone(workers)
+    assert (
+        "in main" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
+    )  # rank 0's stack, where its output goes

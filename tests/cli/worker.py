@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from rlctl.launch import heartbeat
+
 
 def main(run_dir: Path) -> None:
     rank = int(os.environ["RANK"])
@@ -19,7 +21,11 @@ def main(run_dir: Path) -> None:
         return
     if what == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
+    if what == "beat":
+        heartbeat.beat(run_dir / "logs", rank, lambda: "train")
+        time.sleep(300)
     if what in ("wait", "stubborn"):
         time.sleep(300)
     while not all((run_dir / f"pid_{other}").is_file() for other in range(int(os.environ["WORLD_SIZE"]))):

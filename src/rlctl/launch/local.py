@@ -4,7 +4,8 @@
 2. Progress lines reach the console through a file descriptor that workers inherit as number 0: torchrun closes all
    others above 2, and its own 1 and 2 are the log.
 3. The first SIGINT or SIGTERM reaches each worker as one SIGINT, so that they can stop in order; the second one kills.
-4. Whatever happens, no process is left: torchrun dies with this process, workers with torchrun.
+4. A worker that shows no sign of life ends the run (heartbeat.py).
+5. Whatever happens, no process is left: torchrun dies with this process, workers with torchrun.
 
 It does not know what workers do.
 """
@@ -24,13 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import INTERRUPTED, RlctlError
+from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch
 
 CONSOLE = "RLCTL_CONSOLE_FD"
 SHUTDOWN_SECONDS = 1800  # from the first signal until torchrun kills: a step may end and save
 _PR_SET_PDEATHSIG = 1
 
 
-def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.launch.worker") -> int:
+def run(
+    run_dir: Path,
+    *,
+    processes: int,
+    has_gpus: bool,
+    worker: str = "rlctl.launch.worker",
+    stall_seconds: float = STALL_SECONDS,
+) -> int:
     """Train in `processes` worker processes on this node.
 
     Args:
@@ -38,6 +47,7 @@ def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.l
         processes: workers.
         has_gpus: whether workers compute on GPUs; else each has one thread, for they share the cores.
         worker: the module that each process runs.
+        stall_seconds: a worker without a sign of life for so long ends the run.
 
     Returns:
         0, or 130 when interrupted, or when the workers ended early in order.
@@ -56,7 +66,7 @@ def run(run_dir: Path, *, processes: int, has_gpus: bool, worker: str = "rlctl.l
             command, env=environment, stdin=console, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
         )  # fmt: skip
-        signals = _wait(process)
+        signals = _wait(process, Watch(run_dir / "logs", processes=processes, stall_seconds=stall_seconds))
     if signals > 1 or (signals and not _reports(run_dir)):
         return INTERRUPTED
     if process.returncode:
@@ -83,8 +93,12 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: subprocess.Popen[Any]) -> int:
-    """Wait for torchrun; the number of signals that this process got meanwhile."""
+def _wait(process: subprocess.Popen[Any], watch: Watch) -> int:
+    """Wait for torchrun; the number of signals that this process got meanwhile.
+
+    Raises:
+        RlctlError: a worker shows no sign of life.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
@@ -97,10 +111,15 @@ def _wait(process: subprocess.Popen[Any]) -> int:
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        process.wait()
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(BEAT_SECONDS)
+            if process.poll() is None and (stalled := watch.look()):
+                raise stalled
     finally:
         if process.poll() is None:
             _kill(process.pid)
+            process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
     return len(received)

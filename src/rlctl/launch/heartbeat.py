@@ -1,0 +1,103 @@
+"""Each worker shows that it lives, and where; the local launcher ends a run of which a worker does not.
+
+1. A thread of every worker touches logs/heartbeat_rank_N.json once a second, and writes its phase when that changes.
+2. The launcher looks once a second. A file that did not change for `stall_seconds` is a worker that the kernel stopped,
+   or that sits in a call which never lets other threads run.
+3. All workers that can still answer write the stacks of their threads to their logs, on SIGUSR1.
+
+A worker that waits for others in a collective shows that it lives; collectives have a timeout of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlctl.errors import FAILED, RlctlError
+
+BEAT_SECONDS = 1.0
+STALL_SECONDS = 120.0
+DUMP_SECONDS = 2.0  # for the workers to write their stacks
+
+
+def _file(logs: Path, rank: int) -> Path:
+    return logs / f"heartbeat_rank_{rank}.json"
+
+
+def _read(logs: Path, rank: int) -> dict[str, Any]:
+    return json.loads(_file(logs, rank).read_text())
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended; one that has is torchrun's to judge."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def beat(logs: Path, rank: int, phase: Callable[[], str]) -> None:
+    """Show signs of life from a thread, until this process ends; and write stacks to standard error on SIGUSR1."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    path = _file(logs, rank)
+    partial = path.with_suffix(".partial")
+
+    def run() -> None:
+        shown = None
+        while True:
+            with contextlib.suppress(OSError):  # a full disk is told by what the run writes itself
+                if phase() != shown:
+                    shown = phase()
+                    partial.write_text(json.dumps({"pid": os.getpid(), "phase": shown}))
+                    partial.replace(path)
+                os.utime(path)
+            time.sleep(BEAT_SECONDS)
+
+    threading.Thread(target=run, daemon=True, name="heartbeat").start()
+
+
+class Watch:
+    """The launcher's view of a run's workers."""
+
+    def __init__(self, logs: Path, *, processes: int, stall_seconds: float = STALL_SECONDS) -> None:
+        self._logs, self._ranks, self._stall_seconds = logs, range(processes), stall_seconds
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._looked = time.monotonic()
+        for rank in self._ranks:  # of the start before
+            _file(logs, rank).unlink(missing_ok=True)
+
+    def look(self) -> RlctlError | None:
+        """The first worker that shows no life, with its phase; None while all do. Called about once a second."""
+        now = time.monotonic()
+        slept, self._looked = now - self._looked > 5 * BEAT_SECONDS, now
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it has not begun
+                changed = _file(self._logs, rank).stat().st_mtime_ns
+                before, since = self._seen.get(rank, (0, now))
+                if changed != before or slept:  # this process was stopped itself, perhaps with all others
+                    self._seen[rank] = (changed, now)
+                elif now - since > self._stall_seconds and _runs(_read(self._logs, rank)["pid"]):
+                    return self._stalled(rank, now - since)
+        return None
+
+    def _stalled(self, rank: int, seconds: float) -> RlctlError:
+        shown = {r: _read(self._logs, r) for r in self._ranks if _file(self._logs, r).is_file()}
+        for state in shown.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state["pid"], signal.SIGUSR1)
+        time.sleep(DUMP_SECONDS)
+        others = ", ".join(f"rank {r} in `{s['phase']}`" for r, s in shown.items() if r != rank)
+        return RlctlError(
+            f"rank {rank} shows no sign of life since {seconds:.0f} s, in phase `{shown[rank]['phase']}`"
+            + (f" ({others})" if others else ""),
+            f"its process is stopped or stuck; stacks are at the end of {self._logs / 'rank_*.log'}",
+            exit_status=FAILED,
+        )
