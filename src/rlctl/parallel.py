@@ -82,11 +82,15 @@ def check(layout: Layout, hf_config: dict[str, Any]) -> None:
         hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
     )
     layers, experts = hf_config["num_hidden_layers"], num_experts(hf_config)
+    width = hf_config.get("intermediate_size") or 0
+    expert_width = (hf_config.get("moe_intermediate_size") or width) if experts else 0
     for what, size, degree, name in (
         ("attention heads", heads, layout.tp, "tensor"),
         ("key-value heads", groups, layout.tp, "tensor"),
+        ("feed-forward features", width, 1 if experts or not width else layout.tp, "tensor"),
         ("layers", layers, layout.pp, "pipeline"),
         ("experts", experts, layout.ep, "expert"),
+        ("expert features", expert_width, layout.etp, "expert-tensor"),
     ):
         if size % degree or (not size and degree > 1):
             fits = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0) or "1"

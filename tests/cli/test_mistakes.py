@@ -115,7 +115,11 @@ MISTAKES = {  # what is wrong -> (exit status, command line)
     "more GPUs than here": (3, f"{TINY} --gpus-per-node 8"),
     "more nodes than one": (3, f"{TINY} --nodes 2"),
     "larger than this host": (3, "train grpo --model qwen2.5-7b-instruct --procs 2 env.name=arithmetic"),
-    "pipeline parallelism": (3, f"{TINY} policy.megatron_cfg.pipeline_model_parallel_size=2"),
+    "padding above the budget": (
+        3,
+        f"{TINY} policy.megatron_cfg.context_parallel_size=2 policy.max_total_sequence_length=63 "
+        "policy.train_micro_batch_size=1",
+    ),
     "context parallelism with dtensor": (2, f"{TINY} --backend dtensor policy.dtensor_cfg.context_parallel_size=2"),
     "launcher env outside of one": (3, f"{TINY} --launcher env --run-dir new"),
     "recipe to show is unknown": (2, "recipes show smoke-tinny"),

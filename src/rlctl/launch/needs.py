@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rlctl import plugins
 from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
+from rlctl.parallel import num_experts
 from rlctl.plan import memory
 from rlctl.recipe.derive import Resolved
 
@@ -72,21 +73,44 @@ def algorithm_needs(resolved: Resolved) -> frozenset[str]:
 def refuse(resolved: Resolved, need: Needs, hardware: Hardware) -> RlctlError | None:
     """Why this machine cannot run the job now; None when it can. The hint names the mend."""
     problem = _devices(resolved, hardware) or _memory(resolved, need, hardware)
-    return problem or _unsupported(resolved) or _packages(resolved)
+    return problem or _unsupported(resolved) or _padding(resolved) or _packages(resolved)
 
 
 def _unsupported(resolved: Resolved) -> RlctlError | None:
-    """Degrees that the plan knows and the engine does not run yet."""
+    """Layouts that the plan knows and Megatron-Core or the host's communication library cannot train."""
     layout = resolved.layout
-    degrees = {"pipeline": layout.pp, "context": layout.cp, "expert": layout.ep, "expert tensor": layout.etp}
-    wanted = [f"{name} parallelism ({degree})" for name, degree in degrees.items() if degree > 1]
-    if not wanted:
+    if resolved.backend != "megatron" or not num_experts(resolved.model.config):
         return None
-    return RlctlError(
-        f"this release trains with data, tensor and sequence parallelism; the layout also has {' and '.join(wanted)}",
-        "`--dry-run` plans it; to run now, set these degrees to 1",
-        exit_status=ENVIRONMENT,
-    )
+    if layout.tp > 1 and not layout.sp:
+        return RlctlError(
+            f"Megatron-Core does not train experts with tensor parallelism ({layout.tp}) but no sequence parallelism",
+            "set policy.megatron_cfg.sequence_parallel=true, or leave it out",
+            exit_status=ENVIRONMENT,
+        )
+    if layout.ep > 1 and layout.etp > 1 and resolved.recipe.cluster.procs is not None:
+        return RlctlError(
+            f"on a host without GPUs, expert parallelism ({layout.ep}) and expert tensor parallelism ({layout.etp}) "
+            "exclude each other: tokens per expert differ, and the host's all-gather takes equal sizes only",
+            "set policy.megatron_cfg.expert_tensor_parallel_size=1",
+            exit_status=ENVIRONMENT,
+        )
+    return None
+
+
+def _padding(resolved: Resolved) -> RlctlError | None:
+    """A microbatch's tokens must hold the longest sequence with the padding that the layout asks for."""
+    policy, unit = resolved.recipe.policy, resolved.layout.pad_unit
+    padded = -(-policy.max_total_sequence_length // unit) * unit
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        budget = getattr(policy.sequence_packing, key)
+        if policy.sequence_packing.enabled and budget < padded:
+            return RlctlError(
+                f"policy.sequence_packing.{key} is {budget}; a sequence of {policy.max_total_sequence_length} tokens "
+                f"takes {padded}, as {resolved.layout} pads to a multiple of {unit}",
+                f"set policy.sequence_packing.{key} to {padded} or more, or make max_total_sequence_length a multiple",
+                exit_status=ENVIRONMENT,
+            )
+    return None
 
 
 def _devices(resolved: Resolved, hardware: Hardware) -> RlctlError | None:
