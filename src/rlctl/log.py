@@ -24,7 +24,7 @@ class RunLog:
     Args:
         run_dir: gets metrics.jsonl and tensorboard/.
         writes: whether this rank writes.
-        tensorboard: also write TensorBoard events.
+        tensorboard: also write TensorBoard events, from `begin_steps` on.
         console: where progress lines go; None for nowhere.
     """
 
@@ -36,7 +36,8 @@ class RunLog:
         self._console = console if writes else None
         self._started = time.monotonic()
         self._metrics: TextIO | None = None
-        self._tensorboard = _tensorboard(run_dir / "tensorboard") if writes and tensorboard else None
+        self._wants_tensorboard = writes and tensorboard
+        self._tensorboard: Any = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,8 +49,14 @@ class RunLog:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
         self.phase_name = outer
 
-    def begin_steps(self) -> None:
-        """Steps are timed from here; what was before, such as loading, is no part of the first."""
+    def begin_steps(self, *, done: int = 0) -> None:
+        """Steps are timed from here; what was before, such as loading, is no part of the first.
+
+        Args:
+            done: steps of an earlier start; what it wrote to TensorBoard after them is superseded.
+        """
+        if self._wants_tensorboard:
+            self._tensorboard = _tensorboard(self.run_dir / "tensorboard", purge_step=done + 1 if done else None)
         self.phase_name, self.seconds, self._started = "step", {}, time.monotonic()
 
     def say(self, text: str) -> None:
@@ -97,10 +104,10 @@ class RunLog:
             self._tensorboard.close()
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, *, purge_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # seconds to import; only rank 0 needs it
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _progress(step: int, total: int, line: Mapping[str, float]) -> str:

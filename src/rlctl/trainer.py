@@ -81,7 +81,7 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
     with log.phase("start"):
         run = build(recipe, run_dir, log)
         done = restore(run)
-    log.begin_steps()
+    log.begin_steps(done=done.step)
     last = run.rollouts.num_steps
     if recipe.grpo.val_at_start and done.step == 0:
         log.record(0, validate(run, 0))

@@ -47,3 +47,17 @@ def test_an_error_leaves_the_phase_that_it_happened_in(tmp_path):
         raise ValueError("boom")
     assert log.phase_name == "reward"
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for done, rewards in ((0, (0.1, 0.2, 0.3)), (1, (0.9, 0.8))):
+        log = RunLog(tmp_path, writes=True, tensorboard=True, console=None)
+        log.begin_steps(done=done)
+        for step, reward in enumerate(rewards, start=done + 1):
+            log.step(step, STEP | {"rollout/reward": reward}, total=3)
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(event.step, pytest.approx(event.value)) for event in events.Scalars("rollout/reward")]
+    assert shown == [(1, 0.1), (2, 0.9), (3, 0.8)]
