@@ -5,11 +5,13 @@ Ranks are laid out as Megatron does it: tp varies fastest, then cp, then dp, the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.config import Recipe
 from rlctl.errors import ENVIRONMENT, RlctlError
+from rlctl.lazy import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +113,29 @@ def check(layout: Layout, hf_config: dict[str, Any]) -> None:
 def num_experts(hf_config: dict[str, Any]) -> int:
     """Experts of a layer; 0 for a dense model."""
     return int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+
+
+def zigzag(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
+    """Positions, in the packed stream, of the tokens that a context-parallel rank holds.
+
+    Each sequence is cut in 2C chunks; rank r holds chunks r and 2C-1-r, so that causal work is equal (Megatron's
+    convention, megatron/core/utils.py `get_batch_on_this_cp_rank`).
+
+    Args:
+        lengths: of the sequences, each a multiple of 2C.
+        rank: in the context-parallel group.
+        size: C.
+
+    Returns:
+        [T] int64.
+    """
+    starts = [0]
+    for n in lengths:
+        starts.append(starts[-1] + n)
+    if size == 1:
+        return torch.arange(starts[-1])
+    out = []
+    for start, n in zip(starts, lengths, strict=False):
+        chunks = torch.arange(start, start + n).chunk(2 * size)
+        out += [chunks[rank], chunks[2 * size - 1 - rank]]
+    return torch.cat(out)

@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn.attention.bias import causal_lower_right
 
+from rlctl.parallel import zigzag
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose gradient Megatron reduces over tensor-parallel ranks when they hold different tokens."""
@@ -47,32 +49,6 @@ class _Gather(torch.autograd.Function):
         out = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
-
-
-def zigzag(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """Positions, in the packed stream, of the tokens that a context-parallel rank holds.
-
-    Each sequence is cut in 2C chunks; rank r holds chunks r and 2C-1-r, so that causal work is equal (Megatron's
-    convention, megatron/core/utils.py `get_batch_on_this_cp_rank`).
-
-    Args:
-        lengths: of the sequences, each a multiple of 2C.
-        rank: in the context-parallel group.
-        size: C.
-
-    Returns:
-        [T] int64.
-    """
-    starts = [0]
-    for n in lengths:
-        starts.append(starts[-1] + n)
-    if size == 1:
-        return torch.arange(starts[-1])
-    out = []
-    for start, n in zip(starts, lengths, strict=False):
-        chunks = torch.arange(start, start + n).chunk(2 * size)
-        out += [chunks[rank], chunks[2 * size - 1 - rank]]
-    return torch.cat(out)
 
 
 class PackedAttention(torch.nn.Module):

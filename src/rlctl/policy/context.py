@@ -1,6 +1,6 @@
 """Context parallelism of one microbatch: the tokens a rank holds, and the way back to whole sequences.
 
-1. Each sequence is cut in zigzag (models/torch_layers.py); a rank scores the targets whose row it holds.
+1. Each sequence is cut in zigzag (parallel.py); a rank scores the targets whose row it holds.
 2. What it scored is put together over the group before the loss, so that a loss always sees whole sequences.
 
 Legend: T tokens of the stream, C ranks of the group, n scored tokens, m of them scored here.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlctl.models.torch_layers import zigzag
+from rlctl.parallel import zigzag
 from rlctl.policy.packing import Microbatch
 
 
