@@ -162,7 +162,7 @@ def restore(run: Run) -> Progress:
         )
         run.log.say(f"resuming after step {done.step}, from {checkpoint}")
     if dist.get_rank() == 0:
-        train_state.rewind(run.run_dir, done.step)
+        train_state.rewind(run.run_dir, train_state.NOTHING if checkpoint is None else done.step)
         if done.step < run.rollouts.num_steps:
             shutil.rmtree(run.run_dir / "hf", ignore_errors=True)  # of an earlier end, if it had fewer steps to do
     run.rollouts.publish(run.policy.weights(), version=done.step)

@@ -134,6 +134,12 @@ def test_rewind_drops_what_came_after_the_step(tmp_path):
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
+def test_rewind_to_nothing_drops_the_validation_at_the_start_too(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    train_state.rewind(tmp_path, train_state.NOTHING)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
 def test_rewind_to_the_start_empties_a_log_that_ends_within_its_first_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step"')
     train_state.rewind(tmp_path, 0)

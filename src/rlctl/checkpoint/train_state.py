@@ -27,6 +27,7 @@ from rlctl.lazy import dist, torch
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 METRICS = "metrics.jsonl"
+NOTHING = -1  # for `rewind`: a validation at the start has a line with step 0
 
 Entry = tuple[str, int, str]  # a file's name in the checkpoint, its bytes, its hash
 
@@ -63,14 +64,16 @@ def save(
     def publish(entries: list[Entry]) -> None:
         if rank == 0:
             entries = [*entries, _write_json(partial, TRAINER, {"step": step, **trainer})]
+            if (run_dir / METRICS).exists():
+                _sync(run_dir / METRICS)  # a resume keeps its lines up to this step
             files = {name: {"bytes": size, "xxh3_128": digest} for name, size, digest in entries}
             _write_json(partial, MANIFEST, {"step": step, "files": files})
             for folder in (partial / "policy", partial):
-                _sync_folder(folder)
+                _sync(folder)
             if final.exists():
                 _remove(final)
             partial.rename(final)
-            _sync_folder(final.parent)
+            _sync(final.parent)
             for old in _superfluous(complete(run_dir), options):
                 _remove(old)
 
@@ -272,7 +275,8 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
