@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,34 @@ def test_a_run_saves_and_stops_before_the_time_it_must_save_by(tmp_path):
     assert time.monotonic() - began < 120
     steps = len(metrics(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, on which two checkpoints have no room."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a tmpfs cannot be mounted here, which takes the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(small_disk):
+    run_dir = small_disk / "run"
+    job = ("checkpointing.save_period=2", "logger.tensorboard=false", "grpo.max_num_steps=6", "--resume", "auto")
+    status, told = run(run_dir, *job)
+    assert status == 3, told
+    assert re.search(r"error: cannot write `\S*/rank_\d.pt`: No space left on device: it needs [\d,]+ bytes", told)
+    assert told.count("hint:") == 1 and "Traceback" not in told
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000002"]
+    subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
+    status, told = run(run_dir, *job)
+    assert status == 0, told
+    assert "resuming after step 2" in told
 
 
 def test_a_killed_launcher_leaves_no_process_and_a_second_start_goes_on(tmp_path):
