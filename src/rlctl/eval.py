@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import device, estimates, plugins
+from rlctl.checkpoint import identity
 from rlctl.config import Recipe
 from rlctl.envs.render import Renderer
 from rlctl.errors import RlctlError
@@ -31,6 +32,7 @@ from rlctl.types import Prompt, Rollout
 
 SEED_STEP = 0  # training counts from 1: no training sample shares its seed with a held-out one
 SAMPLES_FILE, SETTINGS_FILE, RESULTS_FILE = "samples.jsonl", "eval.json", "results.json"
+IDENTITY_FILE = "identity.json"
 PART_SAMPLES = 256  # of one engine between two writes of samples.jsonl
 
 
@@ -67,7 +69,7 @@ def evaluate(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
     """
     settings = Settings(**json.loads((run_dir / SETTINGS_FILE).read_text()))
     with log.phase("start"):
-        rollouts, tokenizer = _build(recipe, log)
+        rollouts, tokenizer = _build(recipe, run_dir, log)
     prompts = rollouts.held_out
     done = _agree(lambda: kept(run_dir / SAMPLES_FILE, settings.samples))
     todo = [p for p in prompts if p.index not in done]
@@ -91,7 +93,7 @@ def evaluate(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
     rollouts.engine.close()
 
 
-def _build(recipe: Recipe, log: RunLog) -> tuple[Colocated, Any]:
+def _build(recipe: Recipe, run_dir: Path, log: RunLog) -> tuple[Colocated, Any]:
     """The engine with the model's own weights, and its tokenizer. No policy is built."""
     from rlctl.models.materialize import load_tokenizer, materialize  # transformers: only workers need it
     from rlctl.models.resolve import resolve
@@ -102,10 +104,35 @@ def _build(recipe: Recipe, log: RunLog) -> tuple[Colocated, Any]:
     model_dir = materialize(resolve(recipe.policy.model_name), progress=log.say)
     stated = recipe.policy.tokenizer
     tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
+    if _writes():
+        check_identity(run_dir, identity.of_run(recipe, model_dir, tokenizer))
     assert recipe.policy.generation.backend is not None
     engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
     log.say(f"evaluating {recipe.policy.model_name} on {recipe.env.name}, engine {recipe.policy.generation.backend}")
     return Colocated(recipe, environment, engine, Renderer(tokenizer), trains=False), tokenizer
+
+
+def check_identity(run_dir: Path, now: Mapping[str, str]) -> None:
+    """Note what is evaluated; samples of something else must not be mixed with it.
+
+    Args:
+        run_dir: of the evaluation.
+        now: hashes by name; the recipe's is none of them, for it names where the run is (launch/evaluation.py).
+
+    Raises:
+        RlctlError: the directory holds samples of another model, tokenizer or data.
+    """
+    file, hashes = run_dir / IDENTITY_FILE, {name: value for name, value in now.items() if name != "recipe"}
+    if not file.is_file():
+        write_whole(file, json.dumps(hashes, indent=2) + "\n")
+        return
+    before = json.loads(file.read_text())
+    other = sorted(name for name in hashes if name not in before or before[name] != hashes[name])
+    if other:
+        raise RlctlError(
+            f"`{run_dir}` holds samples of another {' and another '.join(other)}: its content differs now",
+            "give a new directory with `--run-dir`",
+        )
 
 
 def _line(rollout: Rollout, tokenizer: Any) -> str:

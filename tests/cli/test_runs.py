@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,16 @@ def test_mistakes_are_told(place, capsys, arguments, text):
 def test_every_help_has_an_example(arguments, capsys):
     assert run([*arguments, "--help"]) == 0
     assert "rlctl " in capsys.readouterr().out.split("Example")[1]
+
+
+@pytest.mark.parametrize("arguments", [["runs", "report", "runs/first"], ["eval", "smollm2-135m"]], ids=" ".join)
+def test_nothing_heavy_is_imported(place, arguments):
+    code = (
+        "import sys; from rlctl.cli.app import run; run(sys.argv[1:])\n"
+        "print([m for m in ('torch', 'transformers', 'megatron', 'vllm') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def _doc_lines():

@@ -113,7 +113,7 @@ def play(monkeypatch):
         settings = {"target": "m", "task": "t", "samples": 3, "pass_reward": 7.0}
         (folder / "eval.json").write_text(json.dumps(settings))
         rollouts = cases.collect(engine=engine)
-        monkeypatch.setattr(evaluation, "_build", lambda recipe, log: (rollouts, rollouts.renderer.tokenizer))
+        monkeypatch.setattr(evaluation, "_build", lambda *_: (rollouts, rollouts.renderer.tokenizer))
         evaluation.evaluate(rollouts.recipe, folder, RunLog(folder, writes=True, tensorboard=False, console=None))
         return (folder / "samples.jsonl").read_text()
 
@@ -158,3 +158,11 @@ def test_validation_takes_at_most_max_val_samples_and_leaves_the_engine_awake():
     evaluation.validate(rollouts)
     assert len(engine.submitted) == 2
     assert not [c for c in engine.calls if c.startswith("sleep")]
+
+
+def test_samples_of_another_model_are_not_mixed(tmp_path):
+    evaluation.check_identity(tmp_path, {"model": "a", "tokenizer": "t", "recipe": "r"})
+    evaluation.check_identity(tmp_path, {"model": "a", "tokenizer": "t", "recipe": "other"})
+    with pytest.raises(RlctlError, match="samples of another model") as caught:
+        evaluation.check_identity(tmp_path, {"model": "b", "tokenizer": "t", "recipe": "r"})
+    assert caught.value.exit_status == 2
