@@ -31,6 +31,7 @@ class RunLog:
     def __init__(self, run_dir: Path, *, writes: bool, tensorboard: bool, console: TextIO | None) -> None:
         self.run_dir = run_dir
         self.phase_name = "start"
+        self._warned: set[str] = set()
         self.seconds: dict[str, float] = {}
         self._writes = writes
         self._console = console if writes else None
@@ -63,6 +64,12 @@ class RunLog:
         """A progress line."""
         if self._console is not None:
             print(text, file=self._console, flush=True)
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """A warning line, the first time that its topic comes up."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.say(f"warning: {text}")
 
     def step(self, step: int, metrics: Mapping[str, float], *, total: int) -> None:
         """Write one step's metrics with its phase times, and its progress line.
@@ -116,6 +123,8 @@ def _progress(step: int, total: int, line: Mapping[str, float]) -> str:
     shown = (("train/loss", "loss", ".4f"), ("train/grad_norm", "grad norm", ".3g"), ("train/kl", "kl", ".2g"))
     parts += [f"{label} {line[name]:{form}}" for name, label, form in shown if name in line]
     parts.append(f"length {line['rollout/response_length']:.0f}")
-    parts.append(f"mismatch {line['mismatch/token_mult_prob_error']:.4f}")
+    if line["rollout/invalid_share"] > 0:
+        parts.append(f"invalid {line['rollout/invalid_share']:.0%}")
+    parts.append(f"mismatch {line['mismatch/token_mult_prob_error'] - 1:.4f}")  # 0 is agreement
     parts.append(f"{line['time/step_seconds']:.1f} s")
     return "  ".join(parts)

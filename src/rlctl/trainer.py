@@ -33,7 +33,8 @@ from rlctl.models.materialize import load_tokenizer, materialize
 from rlctl.models.resolve import resolve
 from rlctl.policy.base import PolicyProtocol, TrainState
 from rlctl.policy.schedule import learning_rate
-from rlctl.rollout import Colocated, build_environment, write_rollouts
+from rlctl.rollout import Colocated, build_environment, input_limit, write_rollouts
+from rlctl.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,9 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
         with log.phase("export"):
             export(run)
     log.say(f"reward {done.first_reward:.3f} at step 1, {done.metrics['rollout/reward']:.3f} at step {done.step}")
+    log.say(
+        (f"model  {run_dir / 'hf'}\n" if recipe.checkpointing.save_hf else "") + f"look   rlctl runs show {run_dir}"
+    )
     run.engine.close()
     return True
 
@@ -127,6 +131,7 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
     rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer))
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
+    log.say(_data_line(rollouts))
     return Run(
         recipe=recipe,
         run_dir=run_dir,
@@ -198,6 +203,26 @@ def _end_early(run: Run, done: Progress) -> None:
     run.engine.close()
 
 
+def _data_line(rollouts: Colocated) -> str:
+    """What the prompts amount to; a step that takes more than there are repeats some."""
+    prompts, steps = len(rollouts.prompts), rollouts.recipe.grpo
+    parts = [f"data: {prompts} prompts", f"{rollouts.order.num_steps(1)} steps an epoch"]
+    if rollouts.dropped:
+        parts.append(f"{rollouts.dropped} dropped, longer than {input_limit(rollouts.recipe)} tokens")
+    if prompts < steps.num_prompts_per_step:
+        parts.append(f"warning: fewer than the {steps.num_prompts_per_step} of a step, so prompts repeat in it")
+    return ", ".join(parts)
+
+
+def _warn(run: Run, batch: Batch, step: int) -> None:
+    """Say what a curve alone would hide: rollouts without a vote, and a step without anything to learn from."""
+    assert batch.advantages is not None
+    if run.rollouts.first_error is not None:
+        run.log.warn_once("invalid", f"step {step}: a rollout has no vote: {run.rollouts.first_error}")
+    if not batch.advantages.any():
+        run.log.warn_once("signal", f"step {step}: no group has differing rewards, so the step teaches nothing")
+
+
 def _on_any_rank(flag: bool) -> bool:
     """Whether the flag is set on some rank; the same answer on all."""
     found = torch.tensor(float(flag), device=device.current())
@@ -238,6 +263,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         with log.phase("ref_logprobs"):
             batch = batch.replace(ref_logprobs=policy.forward(batch, weights="reference").logprobs)
     batch = batch.replace(advantages=algorithm.advantages(batch))
+    _warn(run, batch, step)
     rate = learning_rate(step, optimizer=recipe.policy.optimizer, scheduler=recipe.policy.scheduler)
     policy.set_lr(rate)
     with log.phase("train"):

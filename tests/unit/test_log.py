@@ -10,7 +10,13 @@ import pytest
 
 from rlctl.log import RunLog
 
-STEP = {"rollout/reward": 0.5, "rollout/response_length": 9.0, "mismatch/token_mult_prob_error": 1.0, "train/loss": 0.1}
+STEP = {
+    "rollout/reward": 0.5,
+    "rollout/invalid_share": 0.25,
+    "rollout/response_length": 9.0,
+    "mismatch/token_mult_prob_error": 1.0,
+    "train/loss": 0.1,
+}
 
 
 def read(folder):
@@ -61,3 +67,14 @@ def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = [(event.step, pytest.approx(event.value)) for event in events.Scalars("rollout/reward")]
     assert shown == [(1, 0.1), (2, 0.9), (3, 0.8)]
+
+
+def test_rollouts_without_a_vote_are_on_the_line_and_agreement_is_zero(tmp_path):
+    console = io.StringIO()
+    log = RunLog(tmp_path, writes=True, tensorboard=False, console=console)
+    log.step(1, STEP, total=3)
+    for _ in range(2):
+        log.warn_once("invalid", "a rollout has no vote")
+    log.close()
+    assert "invalid 25%  mismatch 0.0000" in console.getvalue()
+    assert console.getvalue().count("warning: a rollout has no vote") == 1

@@ -84,7 +84,7 @@ def hold(path: Path) -> int:
     Raises:
         RlctlError: another process has held it for LOCK_SECONDS.
     """
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, mode=0o666)
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:

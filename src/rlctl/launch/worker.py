@@ -77,7 +77,7 @@ def main(run_dir: Path) -> int:
 def _take_output(path: Path) -> TextIO:
     """Point descriptors 1 and 2 at the log; return the console."""
     console = os.fdopen(os.dup(int(os.environ[CONSOLE]) if CONSOLE in os.environ else 2), "w")
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
