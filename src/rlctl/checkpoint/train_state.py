@@ -231,9 +231,9 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def _disk_error(error: OSError, path: Path, needed: int) -> RlctlError:
-    place = path if path.exists() else path.parent
-    free = shutil.disk_usage(place if place.exists() else Path.cwd()).free
-    sizes = f": it needs {needed:,} bytes, {free:,} are free" if error.errno == errno.ENOSPC and needed else ""
+    written = path.stat().st_size if path.is_file() else 0
+    free = written + shutil.disk_usage(path.parent if path.parent.exists() else Path.cwd()).free
+    sizes = f": it needs {needed:,} bytes, {free:,} were free" if error.errno == errno.ENOSPC and needed else ""
     return RlctlError(
         f"cannot write `{path}`: {error.strerror}{sizes}",
         "free space there, then resume with `--resume auto`; earlier checkpoints are intact",
