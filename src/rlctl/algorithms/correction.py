@@ -115,15 +115,10 @@ def weigh(batch: Batch, old: torch.Tensor, options: Options) -> tuple[torch.Tens
     }
     if rule.action == "none":
         return torch.ones_like(old), metrics
-    if rule.action == "truncate":
-        weight = judged.clamp(low, high)
-    else:
-        weight = torch.where(outside, 0.0, token if rule.level == "token" else judged)
-    if rule.level == "token":
-        return weight, metrics
     if rule.level == "mean":
         return torch.where(outside[batch.sequence], 0.0, token), metrics
-    return weight[batch.sequence], metrics
+    weight = judged.clamp(low, high) if rule.action == "truncate" else torch.where(outside, 0.0, judged)
+    return weight if rule.level == "token" else weight[batch.sequence], metrics
 
 
 def _of_sequence(batch: Batch, log_ratio: torch.Tensor, rule: Rule) -> torch.Tensor:
