@@ -12,6 +12,7 @@ from typer import _click
 
 from rlctl.cli import eval as evaluation
 from rlctl.cli import options, output, recipes, runs, train
+from rlctl.cli import plan as planning
 from rlctl.errors import INTERRUPTED, RlctlError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("train", rich_help_panel="Run", epilog=train.EXAMPLES, no_args_is_help=True)(train.train)
 app.command("eval", rich_help_panel="Run", epilog=evaluation.EXAMPLES, no_args_is_help=True)(evaluation.evaluate)
+app.command("plan", rich_help_panel="Look and check", epilog=planning.EXAMPLES, no_args_is_help=True)(planning.plan)
 app.add_typer(runs.app, name="runs", rich_help_panel="Look and check")
 app.add_typer(recipes.app, name="recipes", rich_help_panel="Look and check")
 

@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from rlctl.errors import RlctlError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Data-sheet figures of one accelerator, in bytes, bytes/s (one way) and FLOP/s (dense)."""
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops: Mapping[str, float]
+    """By precision: bfloat16, and fp8 and fp4 where it has them."""
+    nvlink: float
+    domain: int
+    nic: float
+    source: str
+
+    @property
+    def generation(self) -> str:
+        """`blackwell` computes in fp4, `hopper` in fp8, `ampere` in neither."""
+        return "blackwell" if "fp4" in self.flops else "hopper" if "fp8" in self.flops else "ampere"
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
+
+
+@functools.cache
+def _others() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((Path(__file__).parent / "data" / "other_gpus.yaml").read_text())
+
+
 def names() -> list[str]:
-    """All accelerators."""
-    return list(yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text()))
+    """All accelerators that jobs are planned for."""
+    return list(_table())
+
+
+@functools.cache
+def gpu(kind: str) -> Gpu:
+    """An accelerator; case does not matter. Those that only measured rows have are known too.
+
+    Raises:
+        RlctlError: no such name.
+    """
+    table = _table() | _others()
+    if kind.lower() not in table:
+        near = difflib.get_close_matches(kind.lower(), _table(), n=1)
+        raise RlctlError(
+            f"unknown GPU `{kind}`", (f"did you mean `{near[0]}`? " if near else "") + f"known: {', '.join(_table())}"
+        )
+    return Gpu(name=kind.lower(), **table[kind.lower()])
 
 
 def gpu_memory_bytes(kind: str) -> int:
@@ -21,10 +71,4 @@ def gpu_memory_bytes(kind: str) -> int:
     Raises:
         RlctlError: no such name.
     """
-    table = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
-    if kind.lower() not in table:
-        near = difflib.get_close_matches(kind.lower(), table, n=1)
-        raise RlctlError(
-            f"unknown GPU `{kind}`", (f"did you mean `{near[0]}`? " if near else "") + f"known: {', '.join(table)}"
-        )
-    return int(table[kind.lower()]["memory_bytes"])
+    return int(gpu(kind).memory_bytes)

@@ -10,7 +10,10 @@ Legend: H hidden size, D head size, A query width, K key (or value) width, F fee
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -104,25 +107,60 @@ def parameters_of_stage(hf_config: dict[str, Any], layout: Layout, stage: int) -
 def _parameters(hf: dict[str, Any], layout: Layout) -> list[_Parameters]:
     """Of each pipeline stage."""
     dense, expert = [0] * layout.pp, [0] * layout.pp
-    for rule in plugins.load("model", hf["model_type"]).rules(hf):
-        shape = rule.shape
-        if rule.vocabulary:
-            shape = (padded_vocabulary(shape[0], multiple=layout.tp), *shape[1:])
-        size = math.prod(shape)
-        for stage in _stages(rule.key, hf, layout):
-            if rule.index:
+    for tensor, count in _tensors(json.dumps(hf, sort_keys=True)):
+        rows = padded_vocabulary(tensor.rows, multiple=layout.tp) if tensor.vocabulary else tensor.rows
+        size = rows * tensor.columns * count
+        for stage in _stages(tensor.place, hf, layout):
+            if tensor.routed:
                 expert[stage] += size // (layout.etp * layout.ep)
             else:
-                dense[stage] += size // layout.tp if rule.key.endswith(_SPLIT) else size
+                dense[stage] += size // layout.tp if tensor.split else size
     return [_Parameters(d, e) for d, e in zip(dense, expert, strict=True)]
 
 
-def _stages(key: str, hf: dict[str, Any], layout: Layout) -> set[int]:
+class _Tensor(NamedTuple):
+    """What of a weight rule matters for its size on a rank."""
+
+    place: int | str
+    """Its layer, `first` or `last`."""
+    rows: int
+    columns: int
+    vocabulary: bool
+    routed: bool
+    split: bool
+
+
+@functools.lru_cache(maxsize=32)
+def _tensors(config: str) -> list[tuple[_Tensor, int]]:
+    """The distinct tensors of a model and how many there are: experts are alike, and thousands."""
+    hf = json.loads(config)
+    return list(
+        Counter(
+            _Tensor(
+                place=_place(rule.key),
+                rows=rule.shape[0],
+                columns=math.prod(rule.shape[1:]),
+                vocabulary=rule.vocabulary,
+                routed=bool(rule.index),
+                split=rule.key.endswith(_SPLIT),
+            )
+            for rule in plugins.load("model", hf["model_type"]).rules(hf)
+        ).items()
+    )
+
+
+def _place(key: str) -> int | str:
+    if key.startswith("decoder.layers."):
+        return int(key.split(".")[2])
+    return "first" if key.startswith("embedding.") else "last"
+
+
+def _stages(place: int | str, hf: dict[str, Any], layout: Layout) -> set[int]:
     """The pipeline stages that hold a tensor. A tied embedding is on the last one too, as its output layer."""
     last = layout.pp - 1
-    if key.startswith("decoder.layers."):
-        return {int(key.split(".")[2]) * layout.pp // hf["num_hidden_layers"]}
-    if key.startswith("embedding."):
+    if isinstance(place, int):
+        return {place * layout.pp // hf["num_hidden_layers"]}
+    if place == "first":
         return {0, last} if tied(hf) else {0}
     return {last}
 

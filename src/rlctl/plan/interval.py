@@ -1,0 +1,75 @@
+"""The 10-90 % interval of a prediction: quantiles of cross-validated residuals, by the class of the job.
+
+log(measured / predicted) of throughput; a class with fewer than 15 residuals takes those of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.plan.steptime import Constants, Job
+
+_FILE = Path(__file__).parent / "data" / "constants.yaml"
+ENOUGH = 15
+
+
+def kind(job: Job) -> str:
+    """The class of a training job, e.g. `fused, experts`."""
+    return f"{job.kernels}, {'experts' if job.shape.moe_layers else 'dense'}"
+
+
+@functools.cache
+def _quantiles() -> dict[str, list[float]]:
+    return yaml.safe_load(_FILE.read_text())["intervals"]
+
+
+def bounds(job: Job) -> tuple[float, float]:
+    """Factors on a job's predicted throughput: its 10 % and 90 % quantile."""
+    return of(kind(job))
+
+
+def of(name: str) -> tuple[float, float]:
+    """The factors of a class by name; `generation` is one."""
+    table = _quantiles()
+    low, high = table[name] if name in table else table["all"]
+    return low, high
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Of a sample, by linear interpolation."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def write(file: Path, constants: Constants, residuals: Mapping[str, Sequence[float]]) -> None:
+    """Write constants.yaml.
+
+    Args:
+        file: where.
+        constants: the fitted ones.
+        residuals: log(measured / predicted) by class, from constants that did not see the row.
+    """
+    from math import exp
+
+    training = [r for name, values in residuals.items() if name not in ("generation", "rl step") for r in values]
+    classes = {name: values for name, values in residuals.items() if len(values) >= ENOUGH} | {"all": training}
+    table: dict[str, Any] = {
+        "constants": {name: float(f"{value:.4g}") for name, value in vars(constants).items()},
+        "intervals": {
+            name: [round(exp(quantile(values, share)), 3) for share in (0.1, 0.9)]
+            for name, values in sorted(classes.items())
+        },
+    }
+    head = (
+        "# Written by scripts/benchmarks/calibrate_plan.py --write; fields are those of plan/steptime.py's Constants.\n"
+    )
+    file.write_text(head + yaml.safe_dump(table, sort_keys=False, default_flow_style=None))
+    _quantiles.cache_clear()
