@@ -51,10 +51,18 @@ def assert_same_run(one, other):
     assert files(one / "rollouts") and files(one / "hf")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
-def test_six_steps_are_three_and_three_more(backend, processes, tmp_path):
-    job = ("--backend", backend, "--procs", str(processes), *SETTINGS)
+LAYOUTS = {
+    "megatron dp1": ("--backend", "megatron", "--procs", "1"),
+    "megatron dp2": ("--backend", "megatron", "--procs", "2"),
+    "megatron tp2": ("--backend", "megatron", "--procs", "2", "policy.megatron_cfg.tensor_model_parallel_size=2"),
+    "dtensor dp1": ("--backend", "dtensor", "--procs", "1"),
+    "dtensor dp2": ("--backend", "dtensor", "--procs", "2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_six_steps_are_three_and_three_more(layout, tmp_path):
+    job = (*LAYOUTS[layout], *SETTINGS)
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert run(straight, *job, "grpo.max_num_steps=6")[0] == 0
     assert run(stopped, *job, "grpo.max_num_steps=3", "--resume", "auto")[0] == 0
@@ -63,6 +71,18 @@ def test_six_steps_are_three_and_three_more(backend, processes, tmp_path):
     assert "resuming after step 3" in told
     assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4, 5, 6]
     assert_same_run(straight, stopped)
+
+
+def test_every_rank_of_another_launcher_takes_what_may_change(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    for steps in (2, 4):
+        line = command(tmp_path / "run", f"grpo.max_num_steps={steps}", "--resume", "auto", "--launcher", "env")
+        done = subprocess.run(
+            [line[0], *torchrun, *line[1:]], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert "resuming after step 2" in done.stderr
 
 
 def start(run_dir, *arguments):
@@ -101,7 +121,7 @@ def test_a_signal_ends_the_step_saves_it_and_says_how_to_go_on(number, tmp_path)
 def test_a_run_saves_and_stops_before_the_time_it_must_save_by(tmp_path):
     began = time.monotonic()
     status, told = run(
-        tmp_path / "run", "grpo.max_num_steps=100000", "checkpointing.checkpoint_must_save_by=0:00:00:30"
+        tmp_path / "run", "grpo.max_num_epochs=10000", "checkpointing.checkpoint_must_save_by=0:00:00:30"
     )
     assert status == 130, told
     assert time.monotonic() - began < 120
