@@ -1,20 +1,27 @@
-"""Hugging Face directories: a lazy reader, and a streaming writer that publishes whole or not at all."""
+"""Hugging Face directories: a lazy reader, and streaming writers that publish whole or not at all.
+
+The reader takes tensors from files by `read`, not by memory map: pages of a map count as the process's memory, and a
+conversion must stay small. Every header is checked against its file's size before the first tensor is read.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rlctl.errors import RlctlError
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 SHARD_BYTES = 5 << 30  # transformers' own default
 ASSETS = (
     "tokenizer*",
@@ -26,53 +33,271 @@ ASSETS = (
     "generation_config.json",
     "LICENSE*",
 )
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_LIMIT = 100_000_000  # the format's own
+_WRITE_BYTES = 1 << 28  # of one system call
+
+Shape = tuple[int, ...]
+Spec = tuple[Shape, torch.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Where a tensor lies."""
+
+    file: Path
+    start: int
+    """In bytes from the start of the file."""
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Reader:
     """The tensors of a directory by name; one is read when asked for.
 
     Raises:
-        RlctlError: no weights, an index that names a missing file, or a file cut short.
+        RlctlError: no weights; an index that does not say what the files hold; a tensor in two files; a header that is
+            damaged or does not fit its file's size.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / INDEX
-        names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if index.exists()
-            else sorted(f.name for f in folder.glob("*.safetensors"))
-        )
+        index = _read_index(folder)
+        names = sorted(set(index.values())) if index is not None else _files(folder)
         if not names:
             raise RlctlError(f"`{folder}` has no safetensors weights", "give a directory with model.safetensors")
-        self._files: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
         for name in names:
-            self._open(folder / name)
-
-    def _open(self, path: Path) -> None:
-        if not path.is_file():
-            raise RlctlError(f"`{path}` is missing, but {INDEX} names it", "download the model again")
-        try:
-            handle = safe_open(path, framework="pt", device="cpu")
-        except SafetensorError as error:
-            raise RlctlError(f"`{path}` cannot be read: {error}", "it may be cut short; download it again") from error
-        self._files |= dict.fromkeys(handle.keys(), handle)
+            if not (folder / name).is_file():
+                raise RlctlError(f"`{folder / name}` is missing, but {INDEX} names it", "download the model again")
+            for tensor, entry in read_header(folder / name).items():
+                if tensor in self.entries:
+                    raise RlctlError(
+                        f"tensor `{tensor}` is in two files: `{self.entries[tensor].file}` and `{entry.file}`",
+                        "keep the files of one save only",
+                    )
+                self.entries[tensor] = entry
+        if index is not None:
+            _check_index(folder, index, self.entries)
 
     def names(self) -> list[str]:
         """All tensors."""
-        return list(self._files)
+        return list(self.entries)
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, as stored.
 
         Raises:
-            RlctlError: the directory has no such tensor.
+            RlctlError: the directory has no such tensor, or the file became shorter.
         """
-        if name not in self._files:
+        if name not in self.entries:
             raise RlctlError(
                 f"`{self.folder}` has no tensor `{name}`", "its config.json and its weights are not of one model"
             )
-        return self._files[name].get_tensor(name)
+        return read(name, self.entries[name])
+
+
+def read(name: str, entry: Entry) -> torch.Tensor:
+    """The whole tensor, as stored.
+
+    Raises:
+        RlctlError: the file ends before it.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        view = raw(tensor)
+        done = 0
+        while done < len(view):
+            count = file.readinto(view[done:])
+            if not count:
+                raise RlctlError(
+                    f"`{entry.file}` ended inside tensor `{name}`: {done:,} of {len(view):,} bytes",
+                    "do not change the model while it is read",
+                )
+            done += count
+    return tensor
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file by name, in the order of their bytes.
+
+    Raises:
+        RlctlError: the header is damaged, or does not describe exactly the bytes that the file has.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise _damaged(path, f"its header of {length:,} bytes does not fit in {size:,} bytes")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        described = {k: v for k, v in header.items() if k != "__metadata__"}
+        entries = {name: _entry(path, 8 + length, value) for name, value in described.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"its header is not understood: {type(error).__name__}: {error}") from error
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
+    end = 8 + length
+    for name, entry in ordered.items():
+        if entry.start != end:
+            raise _damaged(path, f"tensor `{name}` starts at byte {entry.start:,}, expected {end:,}")
+        end += entry.num_bytes
+    if end != size:
+        raise _damaged(path, f"its header describes {end:,} bytes, the file has {size:,}")
+    return ordered
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return names
+
+
+def _entry(path: Path, base: int, value: dict[str, Any]) -> Entry:
+    shape, (begin, end) = tuple(value["shape"]), value["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError("sizes must be whole numbers, not negative")
+    entry = Entry(file=path, start=base + begin, shape=shape, dtype=DTYPES[value["dtype"]])
+    if entry.num_bytes != end - begin:
+        raise ValueError(f"shape {shape} of {value['dtype']} needs {entry.num_bytes} bytes, offsets say {end - begin}")
+    return entry
+
+
+def _damaged(path: Path, what: str) -> RlctlError:
+    return RlctlError(f"`{path}` cannot be read: {what}", "it may be cut short; download it again")
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():  # others beside it are other formats of the same weights
+        return [SINGLE]
+    return sorted(f.name for f in folder.glob("*.safetensors"))
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        index = json.loads(path.read_text())["weight_map"]
+        plain = all(isinstance(n, str) and Path(f).name == f and f not in ("", ".", "..") for n, f in index.items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise RlctlError(f"`{path}` is not understood: {error!r}", "download the model again") from error
+    if not plain or not index:
+        raise RlctlError(f"`{path}` does not map tensors to file names", "download the model again")
+    return index
+
+
+def _check_index(folder: Path, index: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    for name in sorted(index.keys() | entries.keys()):
+        found = entries[name].file.name if name in entries else None
+        stated = index.get(name)
+        if found != stated:
+            raise RlctlError(
+                f"`{folder / INDEX}` says that tensor `{name}` is in {stated or 'no file'}, "
+                f"the headers say {found or 'no file'}",
+                "download the model again",
+            )
+
+
+class Writer:
+    """Weight files written tensor by tensor, in any order, at places that are known before the first byte.
+
+    Args:
+        folder: exists; the files are made by `create`.
+        specs: shape and dtype of every tensor by name, in the order of the files.
+        shard_bytes: limit of one file, or one tensor.
+    """
+
+    def __init__(self, folder: Path, specs: Mapping[str, Spec], *, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder = folder
+        groups: list[dict[str, Spec]] = [{}]
+        size = 0
+        for name, spec in specs.items():
+            nbytes = math.prod(spec[0]) * spec[1].itemsize
+            if groups[-1] and size + nbytes > shard_bytes:
+                groups.append({})
+                size = 0
+            groups[-1][name] = spec
+            size += nbytes
+        count = len(groups)
+        self.files = [
+            SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+        ]
+        self._headers = [_header(group) for group in groups]
+        self.entries = {
+            name: entry
+            for file, group, header in zip(self.files, groups, self._headers, strict=True)
+            for name, entry in _places(folder / file, group, len(header)).items()
+        }
+
+    def create(self) -> None:
+        """Make the files at full size, with their headers."""
+        for name, header in zip(self.files, self._headers, strict=True):
+            path = self.folder / name
+            ends = [e.start + e.num_bytes for e in self.entries.values() if e.file == path]
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(max(ends))
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """One tensor, at its place."""
+        entry = self.entries[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), (name, tensor.shape, tensor.dtype)
+        view = raw(tensor.contiguous())
+        with entry.file.open("r+b", buffering=0) as file:
+            file.seek(entry.start)
+            for start in range(0, len(view), _WRITE_BYTES):
+                rest = view[start : start + _WRITE_BYTES]
+                while rest:
+                    rest = rest[file.write(rest) :]
+
+    def finish(self) -> None:
+        """Write the index, where there are several files, and bring all to the disk."""
+        if len(self.files) > 1:
+            total = sum(entry.num_bytes for entry in self.entries.values())
+            weight_map = {name: entry.file.name for name, entry in self.entries.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for name in self.files:
+            with (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _header(group: Mapping[str, Spec]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (shape, dtype) in group.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _places(path: Path, group: Mapping[str, Spec], start: int) -> dict[str, Entry]:
+    places = {}
+    for name, (shape, dtype) in group.items():
+        places[name] = Entry(file=path, start=start, shape=shape, dtype=dtype)
+        start += places[name].num_bytes
+    return places
 
 
 def write_model(

@@ -109,6 +109,16 @@ def tied(hf: HfConfig, *, default: bool = False) -> bool:
     return default if stated is None else bool(stated)
 
 
+def repeated_tensors(hf: HfConfig) -> dict[str, str]:
+    """Tensors that a file may hold although a rule does not name them: {name: the tensor whose bits it must have}."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if tied(hf) else {}
+
+
+def is_derived(name: str) -> bool:
+    """Whether a file's tensor follows from the config, and is never read: rotary frequencies of old saves."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
 def rope(hf: HfConfig) -> dict[str, Any]:
     """Rotary parameters in one form, `{"rope_theta", "rope_type", ...}`, from transformers 4's or 5's keys.
 

@@ -78,7 +78,7 @@ def resolve(name: str, overrides: dict[str, Any] | None = None) -> ModelSource:
         raise _unknown(name)
     _check_overrides(source.config, overrides or {})
     config = source.config | (overrides or {})
-    _check_architecture(name, config)
+    check_architecture(name, config)
     return ModelSource(**(vars(source) | {"config": config}))
 
 
@@ -173,7 +173,12 @@ def _unknown(name: str) -> RlctlError:
     )
 
 
-def _check_architecture(name: str, config: dict[str, Any]) -> None:
+def check_architecture(name: str, config: dict[str, Any]) -> None:
+    """Refuse a config that no file in models/ understands.
+
+    Raises:
+        RlctlError: exit status 2, naming the field.
+    """
     known = plugins.names("model")
     kind = config.get("model_type")
     if kind not in known:

@@ -1,0 +1,191 @@
+"""Converting keeps every bit, both ways, and Megatron-Core itself reads and writes the same checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rlctl.checkpoint import safetensors, torch_dist
+from rlctl.checkpoint.convert import Conversion, Options
+from rlctl.checkpoint.views import open_view
+from rlctl.errors import RlctlError
+from tests import distributed, tiny
+
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "vocab_size": 251}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"num_key_value_heads": 4}),
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {"num_hidden_layers": 3}),
+    ("qwen3_moe", {"tie_word_embeddings": True}),
+]
+
+
+def stored(folder):
+    """Bytes, dtype and shape by name, read by the safetensors library."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a dict
+                tensor = file.get_tensor(name)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[name] = (tensor.dtype, tuple(tensor.shape), raw)
+    return found
+
+
+def convert(source, target, to, **options):
+    return Conversion(source, target, Options(to=to, **options)).run()
+
+
+def odd_bits(folder):
+    """Write -0.0, infinities, subnormals and NaNs with a payload into every tensor, beside others."""
+    import safetensors.torch
+
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    special = {torch.float32: [-(2**31), 0x7F800001, -1, 1, 0x7F800000], torch.bfloat16: [-(2**15), 0x7F81, -1, 1]}
+    for tensor in tensors.values():
+        bits = special[tensor.dtype]
+        whole = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+        tensor.view(whole).reshape(-1)[: len(bits)] = torch.tensor(bits, dtype=torch.int64).to(whole)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "overrides"), CASES, ids=str)
+def test_there_and_back_every_bit_is_the_same(kind, overrides, dtype, tmp_path):
+    """Also -0.0 and NaN payloads; config.json byte for byte; sources in many files."""
+    source = tmp_path / "source"
+    tiny.model(kind, **overrides).to(dtype).save_pretrained(source)
+    odd_bits(source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text("{ }\n")
+    there = convert(source, tmp_path / "mcore", "mcore")
+    back = convert(tmp_path / "mcore", tmp_path / "back", "hf", shard_bytes=50_000)
+    again = convert(tmp_path / "back", tmp_path / "mcore2", "mcore")
+    assert stored(source) == stored(tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    assert there.fingerprint == back.fingerprint == again.fingerprint
+    assert there.verified
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_transformers_loads_what_came_back(tmp_path):
+    import transformers
+
+    source = tiny.save("llama", tmp_path / "source")
+    convert(source, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf", shard_bytes=50_000)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    got = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_cast_rounds_as_torch_does_and_is_reported(tmp_path):
+    source = tiny.save("qwen2", tmp_path / "source")
+    report = convert(source, tmp_path / "mcore", "mcore", dtype="bfloat16")
+    view = open_view(tmp_path / "mcore")
+    before = safetensors.Reader(source)
+    worst = 0.0
+    for rule in view.rules:
+        for name, tensor in zip(rule.sources, view.read(rule), strict=True):
+            assert torch.equal(tensor, before.get(name).bfloat16())
+            worst = max(worst, float((before.get(name).double() - tensor.double()).abs().max()))
+    assert report.casts == len(before.names())
+    assert report.cast_error == worst
+
+
+def test_a_tied_head_that_repeats_the_embedding_is_accepted_and_written_back(tmp_path):
+    source = tiny.save("llama", tmp_path / "source", tie_word_embeddings=True)
+    add(source, "lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone())
+    convert(source, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    assert "lm_head.weight" in stored(source)
+    assert stored(source) == stored(tmp_path / "back")
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    source = tiny.save("llama", tmp_path / "source", tie_word_embeddings=True)
+    add(source, "lm_head.weight", lambda t: t["model.embed_tokens.weight"] + 1)
+    with pytest.raises(RlctlError, match="differs from `model.embed_tokens.weight`"):
+        convert(source, tmp_path / "mcore", "mcore")
+    assert not (tmp_path / "mcore").exists()
+
+
+def test_rotary_buffers_are_left_out_and_listed(tmp_path):
+    source = tiny.save("llama", tmp_path / "source")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    add(source, name, lambda t: torch.ones(8))
+    report = convert(source, tmp_path / "mcore", "mcore")
+    assert any(name in line for line in report.plan.special)
+    assert json.loads((tmp_path / "mcore" / "rlctl_manifest.json").read_text())["dropped"] == [name]
+
+
+def add(folder, name, make):
+    import safetensors.torch
+
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors[name] = make(tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+# --- Megatron itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """(source, its conversion) of a dense, a tied and a routed model; vocabularies that need padding at TP2."""
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+    cases = {"llama": {"vocab_size": 251}, "qwen2": {"tie_word_embeddings": True}, "qwen3_moe": {}}
+    for kind, overrides in cases.items():
+        source = tiny.save(kind, root / kind, **overrides)
+        convert(source, root / f"{kind}-mcore", "mcore")
+        made[kind] = (str(source), str(root / f"{kind}-mcore"))
+    return made
+
+
+@pytest.mark.slow
+def test_megatron_loads_the_checkpoint_at_any_layout_with_the_bits_of_the_rules(pairs):
+    """Every key that GPTModel asks for is there, extra states included."""
+    layouts = [{}, {"tp": 2}, {"pp": 2}, {"ep": 2}]
+    for kind, (source, mcore) in pairs.items():
+        chosen = layouts if kind == "qwen3_moe" else layouts[:3]
+        chosen = chosen[:2] + chosen[3:] if kind == "qwen3_moe" else chosen
+        for results in distributed.run(
+            "tests.numerics.convert_steps:load_both", 2, source, mcore, chosen, "return_all"
+        ):  # fmt: skip
+            for degrees, (same, missing, _) in zip(chosen, results, strict=True):
+                assert same, (kind, degrees)
+                assert not missing, (kind, degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_what_megatron_saved_exports_with_the_bits_it_was_given(pairs, kind, tmp_path):
+    """Layers on an axis at TP2, and layers by name at PP2 or EP2; padding of the vocabulary is undone."""
+    source = pairs[kind][0]
+    second = {"pp": 2} if kind == "llama" else {"ep": 2}
+    for i, (degrees, metadata) in enumerate([({"tp": 2}, None), (second, {"non_homogeneous_layers": True})]):
+        saved = tmp_path / f"saved{i}"
+        distributed.run("tests.numerics.convert_steps:save_by_megatron", 2, source, str(saved), degrees, metadata)
+        convert(saved, tmp_path / f"back{i}", "hf", like=type(tmp_path)(source))
+        assert stored(type(tmp_path)(source)) == stored(tmp_path / f"back{i}")
+
+
+def test_a_record_that_is_damaged_or_missing_is_named(tmp_path):
+    source = tiny.save("llama", tmp_path / "source")
+    convert(source, tmp_path / "mcore", "mcore")
+    path = next((tmp_path / "mcore" / torch_dist.ITERATION).glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(RlctlError, match=r"__0_0\.distcp.*at least"):
+        open_view(tmp_path / "mcore")
