@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from typer import _click
 
+from rlctl.cli import convert, options, output, recipes, runs, train
 from rlctl.cli import eval as evaluation
-from rlctl.cli import options, output, recipes, runs, train
 from rlctl.cli import plan as planning
 from rlctl.errors import INTERRUPTED, RlctlError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     epilog="Example: [bold]rlctl train grpo --model smollm2-135m --backend megatron[/bold]",
 )  # fmt: skip
 app.command("train", rich_help_panel="Run", epilog=train.EXAMPLES, no_args_is_help=True)(train.train)
+app.add_typer(convert.app, name="convert", rich_help_panel="Run")
 app.command("eval", rich_help_panel="Run", epilog=evaluation.EXAMPLES, no_args_is_help=True)(evaluation.evaluate)
 app.command("plan", rich_help_panel="Look and check", epilog=planning.EXAMPLES, no_args_is_help=True)(planning.plan)
 app.add_typer(runs.app, name="runs", rich_help_panel="Look and check")
