@@ -121,7 +121,10 @@ def test_a_signal_ends_the_step_saves_it_and_says_how_to_go_on(number, tmp_path)
 def test_a_run_saves_and_stops_before_the_time_it_must_save_by(tmp_path):
     began = time.monotonic()
     status, told = run(
-        tmp_path / "run", "grpo.max_num_epochs=10000", "checkpointing.checkpoint_must_save_by=0:00:00:30"
+        tmp_path / "run",
+        "grpo.max_num_steps=100000",
+        "grpo.max_num_epochs=10000",
+        "checkpointing.checkpoint_must_save_by=0:00:00:30",
     )
     assert status == 130, told
     assert time.monotonic() - began < 120
