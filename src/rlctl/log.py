@@ -62,8 +62,12 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """A progress line."""
-        if self._console is not None:
+        if self._console is None:
+            return
+        try:
             print(text, file=self._console, flush=True)
+        except OSError:  # a closed pipe or terminal must not end hours of training; the log files go on
+            self._console = None
 
     def warn_once(self, topic: str, text: str) -> None:
         """A warning line, the first time that its topic comes up."""

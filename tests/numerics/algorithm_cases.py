@@ -148,9 +148,9 @@ def _standard(rollouts: list[Sequence], one: Sequence, reward=lambda r: r.reward
 
 
 def _leave_one_out(rollouts: list[Sequence], one: Sequence, *, divide: bool, reward=lambda r: r.reward) -> float:
-    others = [reward(r) for r in _group(rollouts, one) if r is not one]
-    difference = reward(one) - statistics.fmean(others)
-    return difference / statistics.stdev(others) if divide and max(others) > min(others) else difference
+    everyone = [reward(r) for r in _group(rollouts, one)]
+    difference = reward(one) - statistics.fmean(reward(r) for r in _group(rollouts, one) if r is not one)
+    return difference / statistics.stdev(everyone) if divide and max(everyone) > min(everyone) else difference
 
 
 def _whitened(tokens: list[float]) -> list[float]:

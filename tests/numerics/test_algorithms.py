@@ -27,9 +27,27 @@ def test_plain_baseline_is_the_group_mean_and_the_spread_its_sample_deviation():
     assert got.tolist() == pytest.approx([-2.0 / spread, -1.0 / spread, 3.0 / spread])
 
 
-def test_leave_one_out_spread_is_that_of_the_others():
+def test_leave_one_out_divides_by_the_spread_of_the_whole_group():
     got = advantages([1.0, 2.0, 6.0, 4.0], [0, 0, 0, 0])
-    assert float(got[0]) == pytest.approx((1 - 4.0) / torch.tensor([2.0, 6.0, 4.0]).std().item())
+    assert float(got[0]) == pytest.approx((1 - 4.0) / torch.tensor([1.0, 2.0, 6.0, 4.0]).std().item())
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("noise", [0.0, 1e-8, 3e-8, 1e-7, 1e-4, 1e-2])
+def test_one_sample_that_stands_out_is_bounded_however_alike_the_others_are(noise, leave_one_out):
+    rewards = [0.3, 0.3 + noise, 0.3, 0.3, 0.3, 0.3, 0.3, 1.0]
+    got = advantages(rewards, [0] * 8, leave_one_out=leave_one_out)
+    assert float(got.abs().max()) <= 8**0.5 + 1e-6
+    assert float(got[-1]) == pytest.approx(8**0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("ulps", [1, 3])
+def test_rewards_that_differ_by_rounding_alone_are_equal(ulps):
+    reward = torch.tensor(0.35)
+    other = reward.clone()
+    for _ in range(ulps):
+        other = torch.nextafter(other, torch.tensor(1.0))
+    assert advantages([float(reward)] * 7 + [float(other)], [0] * 8).tolist() == [0.0] * 8
 
 
 @pytest.mark.parametrize("reward", [0.35, 0.1, 1e6, 1 / 3])
@@ -38,10 +56,10 @@ def test_equal_rewards_give_exactly_zero_whatever_rounding_does(reward, leave_on
     assert advantages([reward] * 16, [0] * 16, leave_one_out=leave_one_out).tolist() == [0.0] * 16
 
 
-def test_others_that_are_equal_leave_the_difference_unscaled():
-    """One right answer among wrong ones: the spread of the others is 0, and nothing explodes."""
+def test_one_right_answer_among_wrong_ones():
+    """The spread of the others is 0; the whole group's is 0.5."""
     got = advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0])
-    assert float(got[0]) == 1.0
+    assert got.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3])
 
 
 def test_groups_go_by_id_not_by_place():

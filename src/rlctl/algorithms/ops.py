@@ -8,6 +8,7 @@ from __future__ import annotations
 from rlctl.lazy import torch
 from rlctl.types import Batch, Metric, TokenOutputs
 
+ROUNDING = 1e-6  # of the largest reward: a spread below it is what fp32 leaves of equal sums, not a difference
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip, and squares and products of a few still fit fp32
 
 
@@ -48,11 +49,12 @@ def group_advantages(
 ) -> torch.Tensor:
     """Reward minus its group's baseline, optionally divided by the group's spread.
 
-    Statistics are two-pass in fp64 over valid members only. A group whose valid rewards are all equal (max - min = 0),
-    or with fewer than two valid members, gives 0. With `leave_one_out` the baseline and the spread of a member come
-    from the others (REINFORCE leave-one-out, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE); else from
-    the whole group (GRPO, https://arxiv.org/abs/2402.03300). The spread is the sample standard deviation; where fewer
-    than two others exist, or they are all equal, the difference is left unscaled.
+    Statistics are two-pass in fp64 over valid members only. A group whose valid rewards are all equal up to rounding,
+    or with fewer than two valid members, gives 0. With `leave_one_out` the baseline of a member is the mean of the
+    others (REINFORCE leave-one-out, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE); else of the whole
+    group (GRPO, https://arxiv.org/abs/2402.03300). The spread is the whole group's sample standard deviation either
+    way: that of the others alone is nearly 0 where one sample stands out, and would make its advantage arbitrarily large;
+    by the whole group's, none of n members is beyond sqrt(n).
 
     Args:
         rewards: [B] f32.
@@ -69,26 +71,17 @@ def group_advantages(
         members = ((group == g) & valid).nonzero().flatten()
         values = rewards[members].double()
         n = len(values)
-        if n < 2 or values.max() == values.min():
+        if n < 2 or equal_up_to_rounding(values):
             continue
-        if leave_one_out:
-            out[members] = _leave_one_out(values, normalize=normalize)
-        else:
-            centred = values - values.mean()
-            out[members] = centred / centred.square().sum().div(n - 1).sqrt() if normalize else centred
+        centred = values - values.mean()
+        differences = centred * n / (n - 1) if leave_one_out else centred  # r - mean of others = n/(n-1) (r - mean)
+        out[members] = differences / values.std(correction=1) if normalize else differences
     return out.float()
 
 
-def _leave_one_out(values: torch.Tensor, *, normalize: bool) -> torch.Tensor:
-    """[n] fp64 rewards of a group -> [n] advantages against the other members."""
-    n = len(values)
-    others = values.expand(n, n)[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)
-    advantages = values - others.mean(1)
-    if not normalize or n < 3:
-        return advantages
-    spread = others.std(1, correction=1)
-    flat = others.amax(1) == others.amin(1)
-    return torch.where(flat, advantages, advantages / torch.where(flat, 1.0, spread))
+def equal_up_to_rounding(values: torch.Tensor) -> bool:
+    """Whether the spread of [n] numbers is no more than what fp32 leaves of equal ones."""
+    return bool(values.max() - values.min() <= ROUNDING * values.abs().max())
 
 
 def whiten(batch: Batch, values: torch.Tensor) -> torch.Tensor:
@@ -98,7 +91,7 @@ def whiten(batch: Batch, values: torch.Tensor) -> torch.Tensor:
     https://arxiv.org/abs/2501.03262.
     """
     chosen = values[batch.mask].double()
-    if not len(chosen) or chosen.max() == chosen.min():
+    if not len(chosen) or equal_up_to_rounding(chosen):
         return torch.zeros_like(values)
     centred = torch.where(batch.mask, values.double() - chosen.mean(), 0.0)
     return (centred / centred[batch.mask].square().mean().sqrt()).float()

@@ -67,6 +67,8 @@ def run(
             preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
         )  # fmt: skip
         signals = _wait(process, Watch(run_dir / "logs", processes=processes, stall_seconds=stall_seconds))
+    if process.returncode == 0:
+        return 0
     if signals > 1 or (signals and not _reports(run_dir)):
         return INTERRUPTED
     if process.returncode:
@@ -90,6 +92,7 @@ def _console() -> Iterator[int]:
 
 
 def _die_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job started with `&` inherits it ignored
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
