@@ -42,7 +42,7 @@ def bits(model: Any) -> dict[str, str]:
 
 
 def load_both(hf: str, mcore: str, layouts: list[dict[str, int]], strict: str) -> list[Any]:
-    """By layout: whether Megatron's own load gives this rank the bits that the rules give, and the keys it missed."""
+    """By layout: whether Megatron gives this rank the bits of the rules; keys not asked for; keys absent."""
     results = []
     for degrees in layouts:
         by_rules = build(Path(hf), **degrees)
@@ -52,11 +52,11 @@ def load_both(hf: str, mcore: str, layouts: list[dict[str, int]], strict: str) -
         wanted = bits(by_rules)
         model = build(Path(hf), **degrees)
         # no key left out, extra states included: what an unmodified loader asks for
-        loaded, missing, unexpected = dist_checkpointing.load(
+        loaded, not_asked, absent = dist_checkpointing.load(
             model.sharded_state_dict(), str(Path(mcore) / "iter_0000000"), strict=strict
         )
         model.load_state_dict(loaded, strict=False)
-        results.append((bits(model) == wanted and bool(wanted), sorted(missing), sorted(unexpected)))
+        results.append((bits(model) == wanted and bool(wanted), sorted(not_asked), sorted(absent)))
     return results
 
 
