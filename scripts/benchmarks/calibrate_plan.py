@@ -128,7 +128,10 @@ def six_nd(fitted: Sequence, held: Sequence) -> list[float]:
 
 
 def ordered(pairs: Sequence, constants: steptime.Constants) -> tuple[int, int]:
-    """Pairs of the same model and GPU whose tokens/s differ by over 5 %: (in the right order, all)."""
+    """Pairs of the same model and GPU whose tokens/s differ by over 5 %: (in the right order, all).
+
+    Releases of one configuration have one prediction: they are no pair.
+    """
     same = collections.defaultdict(list)
     for row, job in pairs:
         same[row["model"], row["hardware"], row["workload"]].append(
@@ -138,7 +141,7 @@ def ordered(pairs: Sequence, constants: steptime.Constants) -> tuple[int, int]:
     for points in same.values():
         for i, (m, p) in enumerate(points):
             for n, q in points[:i]:
-                if abs(math.log(m / n)) > math.log(1.05):
+                if abs(math.log(m / n)) > math.log(1.05) and p != q:
                     total += 1
                     right += (m > n) == (p > q)
     return right, total
@@ -191,7 +194,8 @@ def main() -> None:
     generation = rl.usable(table)
     to_fit = [g for g in generation if fold(g[0]["row_id"]) != HELD_OUT]
     steps = rl.whole_steps(table)
-    steps_to_fit = [step for name, step in steps.items() if fold(name) != HELD_OUT]
+    groups = {row["row_id"]: rows.group(row) for row in table}
+    steps_to_fit = [step for name, step in steps.items() if fold(groups[name]) != HELD_OUT]
     if arguments.write:
         start = steptime.Constants()
         constants = fit_generation(to_fit, steps_to_fit, fit_training(fitted, start))
@@ -217,7 +221,7 @@ def main() -> None:
         size = sorted(abs(m / rl.predicted_rate(w, constants) - 1) for _, w, m in own)
         print(f"{title:34s} {len(size):4d} rows   median {100 * statistics.median(size):5.1f} %")
     for title, wanted in (("whole RL step, fitted", False), ("whole RL step, held out", True)):
-        own_steps = [step for name, step in steps.items() if (fold(name) == HELD_OUT) == wanted]
+        own_steps = [step for name, step in steps.items() if (fold(groups[name]) == HELD_OUT) == wanted]
         size = sorted(abs(rl.rl_step(work, constants).total / seconds - 1) for work, seconds in own_steps)
         print(f"{title:34s} {len(size):4d} rows   median {100 * statistics.median(size):5.1f} %")
     memory(table)

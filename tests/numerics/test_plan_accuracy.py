@@ -54,7 +54,7 @@ def test_the_interval_covers_most_held_out_rows():
 def test_generation_rates_are_predicted_within_a_quarter():
     found = [abs(rl.predicted_rate(work, constants()) / measured - 1) for _, work, measured in rl.usable(TABLE)]
     assert len(found) > 25
-    assert statistics.median(found) < 0.15
+    assert statistics.median(found) < 0.18
 
 
 def test_every_row_has_a_prediction_or_a_reason_and_predictions_do_not_see_measurements():

@@ -1,6 +1,7 @@
-"""The 10-90 % interval of a prediction: quantiles of cross-validated residuals, by the class of the job.
+"""The 10-90 % interval of a prediction: quantiles of residuals, by the class of the job.
 
-log(measured / predicted) of throughput; a class with fewer than 15 residuals takes those of all.
+A residual is log(measured / predicted) of throughput: cross-validated for training, of the fit itself for generation
+and RL steps, whose rows are few. A class of training jobs with fewer than 15 residuals takes those of all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rlctl.plan.steptime import Constants, Job
 
 _FILE = Path(__file__).parent / "data" / "constants.yaml"
 ENOUGH = 15
+_OTHERS = ("generation", "rl step")
 
 
 def kind(job: Job) -> str:
@@ -59,8 +61,10 @@ def write(file: Path, constants: Constants, residuals: Mapping[str, Sequence[flo
     """
     from math import exp
 
-    training = [r for name, values in residuals.items() if name not in ("generation", "rl step") for r in values]
-    classes = {name: values for name, values in residuals.items() if len(values) >= ENOUGH} | {"all": training}
+    training = [r for name, values in residuals.items() if name not in _OTHERS for r in values]
+    classes = {name: values for name, values in residuals.items() if len(values) >= ENOUGH or name in _OTHERS} | {
+        "all": training
+    }
     table: dict[str, Any] = {
         "constants": {name: float(f"{value:.4g}") for name, value in vars(constants).items()},
         "intervals": {

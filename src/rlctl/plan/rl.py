@@ -294,6 +294,8 @@ def work_of(row: rows.Row) -> Work:
         rows.Unpredictable: an input is absent.
     """
     said = {k: int(v.replace(",", "")) for k, v in re.findall(r"(G-avg-seqlen|G-GBS|gen_tp)=([\d,]*\d)", row["notes"])}
+    if "alg=GRPO" not in row["notes"]:
+        raise rows.Unpredictable("only single-turn GRPO steps are predicted (`alg=GRPO` in `notes`)")
     absent = [name for name in ("G-avg-seqlen", "G-GBS") if name not in said]
     if absent:
         raise rows.Unpredictable(f"{' and '.join(absent)} is not given in `notes`")

@@ -28,7 +28,8 @@ TOKENS_HALF = 256.0  # tokens at which a matrix product reaches half its peak: t
 MEMORY_SHARE = 0.85  # of the data sheet's bandwidth, by streaming kernels: STREAM-like figures of the vendors
 AMPERE_ATTENTION = 0.45  # of peak, causal FLOPs: arXiv 2307.08691 (FlashAttention-2), A100, head size 128, 2k to 4k
 BLACKWELL_ATTENTION = 0.47  # cuDNN and FA4 rows of data/measured.csv, forward and backward
-OLD_KERNEL = 0.5  # FlashAttention-2 on later hardware, against that hardware's own kernel: arXiv 2407.08608, figure 5
+OLD_KERNEL = {"ampere": 1.0, "hopper": 0.5, "blackwell": 0.2}
+"""FlashAttention-2 against the hardware's own kernel: arXiv 2407.08608, figure 5; Blackwell gains nothing."""
 ADAM_BYTES = 40.0  # read and written for each updated parameter: fp32 weight, gradient, moments, and the 16-bit copy
 HOST_ADAM_PER_SECOND = 1.05e8  # parameters a GPU's share of the host updates: the rows of prime-rl with offload
 LINK_SHARE = 0.8  # of NVLink or NIC, by large collectives: NCCL rows of data/measured.csv
@@ -233,7 +234,7 @@ def _attention_share(job: Job, fitted: Constants) -> float:
     share = {"ampere": AMPERE_ATTENTION, "hopper": fitted.attention_hopper, "blackwell": BLACKWELL_ATTENTION}
     own = share[job.gpu.generation]
     small = min(1.0, job.shape.head_size / 128) ** 0.5
-    return own * small * (OLD_KERNEL if job.old_attention and job.gpu.generation != "ampere" else 1.0)
+    return own * small * (OLD_KERNEL[job.gpu.generation] if job.old_attention else 1.0)
 
 
 def group_bandwidth(gpu: Gpu, *, members_per_domain: float, inside: bool) -> float:
@@ -278,7 +279,7 @@ def _expert_parallel(job: Job) -> float:
     far = min(shape.top_k, domains) * (1 - 1 / domains) / gpu.nic if domains > 1 else 0.0
     directions = 2.0 if job.forward_only else 4.0
     layers = shape.moe_layers / job.pp
-    return EXPERT_EXPOSED * directions * layers * tokens * size * max(near, far) / LINK_SHARE / 0.5
+    return EXPERT_EXPOSED * directions * layers * tokens * size * max(near, far) / LINK_SHARE
 
 
 def _local(job: Job) -> tuple[float, float]:
