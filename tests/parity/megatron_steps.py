@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlctl.errors import RlctlError
 from rlctl.parallel import Layout
 from rlctl.policy.megatron import Policy
 from rlctl.types import Batch
@@ -85,6 +86,18 @@ def state(folder: Path, layout: Layout) -> dict[str, Any]:
     for _ in range(2):
         second.train_step(batch, algorithm)
     return {"wanted": wanted, "got": weights_of(second)}
+
+
+def refusals(folders: dict[str, Path]) -> dict[str, str]:
+    """What building a policy on each damaged directory says."""
+    said = {}
+    for name, folder in folders.items():
+        try:
+            Policy(recipe(Layout(world=1)), folder)
+            said[name] = "accepted"
+        except RlctlError as error:
+            said[name] = error.message
+    return said
 
 
 def reference(folder: Path, layout: Layout) -> dict[str, Any]:

@@ -190,3 +190,30 @@ def test_the_reference_stays_and_the_policy_is_put_back(kept):
         assert torch.equal(one["before"], one["after"]), case
         assert torch.equal(one["moved"], one["again"]), case
         assert not torch.equal(one["moved"], one["start"]), case
+
+
+def test_tensors_that_do_not_belong_are_refused_by_name(folders, tmp_path):
+    """Extra tensors, a tied head that differs, and shapes that are not the config's: none is dropped silently."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    def damaged(name, model, change):
+        folder = shutil.copytree(folders[model], tmp_path / name)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    embed, k_proj = "model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"
+    cases = {
+        "bias": damaged("bias", "llama", lambda w: w.update({k_proj.replace("weight", "bias"): torch.ones(32)})),
+        "tied": damaged("tied", "llama-tied", lambda w: w.update({"lm_head.weight": w[embed] + 1})),
+        "shape": damaged("shape", "llama", lambda w: w.update({k_proj: torch.ones(16, 64)})),
+        "same": damaged("same", "llama-tied", lambda w: w.update({"lm_head.weight": w[embed].clone()})),
+    }
+    (said,) = distributed.run("tests.parity.megatron_steps:refusals", 1, cases)
+    assert "k_proj.bias" in said["bias"]
+    assert "lm_head.weight" in said["tied"]
+    assert "k_proj.weight" in said["shape"]
+    assert said["same"] == "accepted"

@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rlctl import device, plugins
 from rlctl.algorithms.base import AlgorithmProtocol
-from rlctl.checkpoint.safetensors import Reader
 from rlctl.checkpoint.shards import ShardedWeights, load_whole, shards
+from rlctl.checkpoint.views import HfView
 from rlctl.config import Recipe
 from rlctl.errors import RlctlError
 from rlctl.models.base import HfConfig
@@ -72,7 +72,9 @@ class Policy:
         )
         self.model.to(device.current())
         self.rules = plugins.load("model", hf_config["model_type"]).rules(hf_config)
-        load_whole(shards(self.model), self.rules, Reader(model_dir).get)
+        view = HfView(model_dir)  # refuses tensors that the config has no place for, and shapes that are not its own
+        view.check_repeated()
+        load_whole(shards(self.model), self.rules, view.reader.get)
         self._reference = [p.detach().to("cpu", copy=True) for p in self.model.parameters()] if reference else None
         self.ddp = _wrap(self.model)
         self.optimizer = _optimizer(recipe, self.ddp)
