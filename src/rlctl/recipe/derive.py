@@ -21,6 +21,7 @@ from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.models import resolve
 from rlctl.parallel import Layout
+from rlctl.recipe import bounds
 from rlctl.recipe.compose import Composed, as_values
 
 Backend = Literal["megatron", "dtensor"]
@@ -64,6 +65,7 @@ def derive(composed: Composed, hardware: Hardware) -> Resolved:
     """
     recipe = copy.deepcopy(composed.recipe)
     _check_positive(recipe)
+    bounds.check(recipe)
     name = recipe.policy.model_name
     if name is None:
         raise RlctlError("no model is named", "give `--model NAME`; for a first try, `--model smollm2-135m`")
