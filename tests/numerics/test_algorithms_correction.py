@@ -78,6 +78,12 @@ def test_equal_probabilities_are_seen_as_equal_and_weigh_one():
         assert seen["mismatch/out_of_bounds_share"] == seen["mismatch/kl_rollout_old"] == 0.0
 
 
+def test_small_divergences_are_not_rounded_away():
+    _, seen = weigh("observe", ratios=[[1.0001, 1.0001]])
+    exact = 1.0001 - 1 - math.log(1.0001)  # 5e-9
+    assert seen["mismatch/kl_rollout_old"] == pytest.approx(exact, rel=2e-3)  # old itself is in fp32
+
+
 def distributions():
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(5, generator=generator).log_softmax(0) for _ in range(2)]
