@@ -186,10 +186,14 @@ class Colocated:
         else:
             player.follow()
         errors = [(r.error or "")[:_ERROR_CHARACTERS] for r in rollouts if not r.valid]
-        gathered = _gather((batch_from_rollouts(rollouts), errors))
-        batch = concatenate([b for b, _ in gathered])
+        for error in errors:
+            _log.warning("step %d: no vote: %s", step, error)
+        parts = {tuple(sorted(r.reward_parts)) for r in rollouts if r.valid}
+        gathered = _gather((batch_from_rollouts(rollouts), errors, parts))
+        _check_parts(set().union(*(p for _, _, p in gathered)))
+        batch = concatenate([b for b, _, _ in gathered])
         self._last = (prompts, batch, rollouts)
-        self.first_error = next((e for _, part in gathered for e in part), None)
+        self.first_error = next((e for _, part, _ in gathered for e in part), None)
         self._judge(batch)
         self.stats = _stats(batch)
         return batch
@@ -260,6 +264,16 @@ class Colocated:
             valid=valid,
             truncated=bool(batch.truncated[i]),
             error=None if valid else "see the log of its rank",
+        )
+
+
+def _check_parts(found: set[tuple[str, ...]]) -> None:
+    """Every rollout with a vote has the same reward parts: one that is left out would count as 0."""
+    if len(found) > 1:
+        one, other = sorted(found)[:2]
+        raise RlctlError(
+            f"rewards differ in their parts: {', '.join(one) or 'none'} in one rollout, {', '.join(other)} in another",
+            "return every part for every reply; None for a part without a vote",
         )
 
 

@@ -259,3 +259,11 @@ def test_votes_and_the_first_error_agree_on_every_rank(on_two_ranks):
     assert results[0][0] == results[1][0]
     assert sum(results[0][0]["valid"]) == 6
     assert [r[3] for r in results] == ["down", "down"]
+
+
+def test_rewards_that_differ_in_their_parts_are_refused_by_name():
+    """A part that one reply leaves out would count as 0."""
+    rollout._check_parts({("a", "b")})
+    rollout._check_parts(set())
+    with pytest.raises(RlctlError, match="a in one rollout, a, b in another"):
+        rollout._check_parts({("a",), ("a", "b")})
