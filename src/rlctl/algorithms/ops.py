@@ -53,8 +53,8 @@ def group_advantages(
     or with fewer than two valid members, gives 0. With `leave_one_out` the baseline of a member is the mean of the
     others (REINFORCE leave-one-out, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE); else of the whole
     group (GRPO, https://arxiv.org/abs/2402.03300). The spread is the whole group's sample standard deviation either
-    way: that of the others alone is nearly 0 where one sample stands out, and would make its advantage arbitrarily large;
-    by the whole group's, none of n members is beyond sqrt(n).
+    way: that of the others alone is nearly 0 where one sample stands out, and would make its advantage arbitrarily
+    large; by the whole group's, none of n members is beyond sqrt(n).
 
     Args:
         rewards: [B] f32.
