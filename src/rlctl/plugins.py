@@ -53,7 +53,8 @@ def load(kind: str, name: str) -> ModuleType:
     """
     known = names(kind)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=3)
+        near.sort(key=lambda other: sorted(other) != sorted(name))  # swapped letters are the likeliest slip
         raise RlctlError(
             f"unknown {kind} `{name}`",
             (f"did you mean `{near[0]}`? " if near else "") + f"known: {', '.join(known)}",
