@@ -65,6 +65,8 @@ def run(arguments: Sequence[str]) -> int:
         return output.error(problem, as_json=as_json, debug=debug)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except Exception as failure:  # the last resort: `--debug` shows where
+        return output.error(output.unforeseen(failure), as_json=as_json, debug=debug)
 
 
 def _normalized(arguments: Sequence[str]) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
 import traceback
 from typing import Any
 
-from rlctl.errors import RlctlError
+from rlctl.errors import FAILED, USAGE, RlctlError
 
 _RED, _CYAN, _BOLD = "31", "36", "1"
 
@@ -36,13 +38,55 @@ def error(problem: RlctlError, *, as_json: bool, debug: bool) -> int:
     """
     if debug:
         traceback.print_exception(problem)
-    if as_json:
-        document(
-            {"error": problem.message, "hint": problem.hint, "exit_status": problem.exit_status, **_details(problem)}
-        )
-    else:
-        note(f"{_paint('error:', _RED)} {problem.message}\n{_paint('hint:', _CYAN)} {problem.hint}")
+    told = {"error": problem.message, "hint": problem.hint, "exit_status": problem.exit_status, **_details(problem)}
+    if as_json and _writes(told):
+        return problem.exit_status
+    note(f"{_paint('error:', _RED)} {problem.message}\n{_paint('hint:', _CYAN)} {problem.hint}")
     return problem.exit_status
+
+
+def _writes(value: dict[str, Any]) -> bool:
+    """Print a document; False where stdout takes nothing, e.g. on a full disk."""
+    try:
+        document(value)
+    except OSError:
+        discard_stdout()
+        return False
+    return True
+
+
+def discard_stdout() -> None:
+    """Drop what stdout could not write, or Python would try again at its end and fail with a status of its own."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def unforeseen(failure: Exception) -> RlctlError:
+    """A failure that no check foresaw, in a user's form: the machine's, or else a defect of ours."""
+    text = " ".join(str(failure).split()) or "no message"
+    problem = RlctlError(
+        f"internal error: {type(failure).__name__}: {text}", "run again with --debug and report it", exit_status=FAILED
+    )
+    if isinstance(failure, OSError):
+        problem = RlctlError(text, "see to the file or disk that it names; --debug shows where", exit_status=FAILED)
+        if not _has_working_directory():
+            problem = RlctlError("the working directory was removed", "change to one that exists", exit_status=USAGE)
+        elif failure.filename is None and failure.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            problem = RlctlError(
+                f"output cannot be written: {text}", "free space, or write elsewhere", exit_status=FAILED
+            )
+    problem.__cause__ = failure
+    return problem
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _details(problem: RlctlError) -> dict[str, Any]:
