@@ -117,6 +117,8 @@ def _build(algorithm: str, source: find.Source, folders: Sequence[Path], setting
     places = Places(overrides=settings, files=files)
     if NATIVE not in composed:
         raise not_native(source.path)
+    if composed[NATIVE] != 1:
+        raise RlctlError(f"`{NATIVE}` is {composed[NATIVE]!r} in `{short(source.path)}`", "this version reads 1")
     values = _resolve(algorithm, composed, places)
     if "algorithm" in values and values["algorithm"] != algorithm:
         raise RlctlError(
@@ -148,6 +150,10 @@ def _run_hydra(
             composed = hydra_compose(source.config, overrides=arguments)
             loader = GlobalHydra.instance().config_loader()
             defaults = loader.compute_defaults_list(source.config, arguments, RunMode.RUN).defaults
+    except RecursionError as error:
+        raise RlctlError(
+            f"recipe `{source.path}`: its `defaults:` lead back to itself", "remove the circle from the defaults lists"
+        ) from error
     except yaml.MarkedYAMLError as error:
         raise _yaml_error(error, source.path) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -172,6 +178,9 @@ def _read_native(path: Path) -> Mapping[str, Any]:
         raise RlctlError(f"{path} is not YAML: {str(error).splitlines()[0]}", "give a recipe file") from error
     if not isinstance(raw, Mapping) or (NATIVE not in raw and not isinstance(raw.get("defaults"), list)):
         raise not_native(path)
+    foreign = [key for key in raw if not isinstance(key, str) or key == "hydra"]
+    if foreign:
+        raise RlctlError(f"`{short(path)}` has the section `{foreign[0]}`, which is none of a recipe", "remove it")
     return raw
 
 

@@ -78,10 +78,19 @@ def listing(folders: Sequence[Path]) -> list[Source]:
     for folder in folders:
         for group in ("experiment", ""):
             for file in sorted((folder / group).glob("*.yaml")):
-                if group or file.stem != "config":
+                if (group or file.stem != "config") and _is_text(file):
                     source = Source(name=file.stem, folder=folder, config=f"{group}/{file.stem}".lstrip("/"))
                     found.setdefault(file.stem, source)
     return sorted(found.values(), key=lambda s: s.name)
+
+
+def _is_text(file: Path) -> bool:
+    """Whether it can be a recipe at all: one bad file in the user's folder must not hide the others."""
+    try:
+        file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def named(name: str, folders: Sequence[Path]) -> Source:
