@@ -118,7 +118,7 @@ MISTAKES = {  # what is wrong -> (exit status, command line)
     "padding above the budget": (
         3,
         f"{TINY} policy.megatron_cfg.context_parallel_size=2 policy.max_total_sequence_length=63 "
-        "policy.train_micro_batch_size=1",
+        "policy.sequence_packing.train_mb_tokens=63",
     ),
     "context parallelism with dtensor": (2, f"{TINY} --backend dtensor policy.dtensor_cfg.context_parallel_size=2"),
     "launcher env outside of one": (3, f"{TINY} --launcher env --run-dir new"),

@@ -120,3 +120,18 @@ def test_the_torchrun_line_keeps_the_users_arguments_and_sets_its_own() -> None:
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD_ADDRESS:29500 "
         "-m rlctl train grpo 'env.toy.wanted='\"'\"'a b'\"'\"'' --launcher env --run-dir 'my runs/a'"
     )
+
+
+def test_derived_token_budgets_hold_a_padded_sequence():
+    """An odd length with sequence parallelism: each sequence is padded to a multiple of tp."""
+    composed = compose(
+        "grpo",
+        "smoke-tiny",
+        [
+            "policy.megatron_cfg.tensor_model_parallel_size=2",
+            "policy.max_total_sequence_length=65",
+            "policy.train_micro_batch_size=1",
+        ],
+    )
+    recipe = derive(composed, Hardware(gpus=0, gpu_name=None, cpus=2, memory_bytes=1 << 34)).recipe
+    assert recipe.policy.sequence_packing.train_mb_tokens == 66

@@ -263,8 +263,9 @@ def _batches(recipe: config.Recipe, layout: Layout) -> None:
     if not packing.enabled:
         return
     length = policy.max_total_sequence_length
-    packing.train_mb_tokens = packing.train_mb_tokens or length * policy.train_micro_batch_size
-    packing.logprob_mb_tokens = packing.logprob_mb_tokens or length * policy.logprob_batch_size
+    padded = -(-length // layout.pad_unit) * layout.pad_unit  # what a sequence of that length takes in a microbatch
+    packing.train_mb_tokens = packing.train_mb_tokens or padded * policy.train_micro_batch_size
+    packing.logprob_mb_tokens = packing.logprob_mb_tokens or padded * policy.logprob_batch_size
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         if getattr(packing, key) < length:
             raise RlctlError(
