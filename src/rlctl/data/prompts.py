@@ -42,9 +42,7 @@ def load(data: config.Data, *, key: Literal["train_path", "val_path"] = "train_p
             f"data.{key} `{path}` is neither JSONL nor parquet", "give a file that ends in .jsonl or .parquet"
         )
     if not path.is_file():
-        raise RlctlError(
-            f"data.{key}: no file `{path}`", f"give an existing file (looked in {path.absolute().parent})"
-        )
+        raise RlctlError(f"data.{key}: no file `{path}`", f"give an existing file (looked in {path.absolute().parent})")
     prompts: list[Prompt] = []
     for where, row in read[path.suffix](path):
         _check_columns(row, data, where)
@@ -83,9 +81,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     number += 1
                     yield f"{path} row {number}", row
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise RlctlError(
-            f"`{path}` is not a readable parquet file: {error}", "write it again"
-        ) from error
+        raise RlctlError(f"`{path}` is not a readable parquet file: {error}", "write it again") from error
 
 
 def _check_columns(row: Mapping[str, Any], data: config.Data, where: str) -> None:
