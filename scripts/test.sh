@@ -8,7 +8,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 
 tier="not gpu"
 if [ "${1:-}" = fast ]; then tier="not gpu and not slow"; shift; fi
-if [ $# -eq 0 ]; then
+case ${1:-} in "" | -*) all=yes ;; *) all=no ;; esac # pytest's own flags may follow; a path means these tests only
+if [ $all = yes ]; then
   .venv/bin/ruff format --check --quiet . || { echo "error: run .venv/bin/ruff format ." >&2; exit 1; }
   .venv/bin/ruff check --quiet .
   .venv/bin/mypy
