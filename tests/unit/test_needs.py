@@ -60,11 +60,13 @@ def test_experts_with_tensor_parallelism_need_sequence_parallelism(monkeypatch, 
 
 def test_a_token_budget_holds_the_longest_sequence_with_its_padding():
     odd = ("policy.max_total_sequence_length=63", "policy.train_micro_batch_size=1", SIZE.format("context", 2))
-    problem = refusal(*odd)
+    assert refusal(*odd) is None  # a derived budget holds it
+    problem = refusal(*odd, "policy.sequence_packing.train_mb_tokens=63")
     assert problem is not None and "64" in problem.hint and "train_mb_tokens" in problem.message
     budgets = [f"policy.sequence_packing.{key}_mb_tokens=64" for key in ("train", "logprob")]
     assert refusal(*odd, *budgets) is None
-    assert refusal(*odd[:2]) is None  # nothing is padded without a layout that asks for it
+    budgets = [f"policy.sequence_packing.{key}_mb_tokens=63" for key in ("train", "logprob")]
+    assert refusal(*odd[:2], *budgets) is None  # nothing is padded without a layout that asks for it
 
 
 DENSE = tiny.config("llama").to_dict()
