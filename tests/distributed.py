@@ -42,7 +42,8 @@ def run(function: str, world: int, *args: Any, env: dict[str, str] | None = None
         for rank in range(world):
             environment = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             } | (env or {})  # fmt: skip
             log = (work / f"log{rank}").open("w")
             command = [sys.executable, "-m", "tests.distributed", function, str(work)]
