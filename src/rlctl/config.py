@@ -197,6 +197,22 @@ class Logger:
 
 
 @dataclass(kw_only=True)
+class Slurm:
+    """`cluster.slurm.*`: read by `--launcher slurm` when it submits."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | int | None = None
+    """As sbatch takes it: minutes, or e.g. `04:00:00`; None: the partition's limit."""
+    stop_before_seconds: int = 300
+    """How long before its time limit the run saves and goes back into the queue. Slurm may be 60 s early."""
+    requeue: bool = True
+    """Into the queue again after a lost node and at the time limit; the run goes on from its newest checkpoint."""
+    options: list[str] = field(default_factory=list)
+    """More of sbatch's own, e.g. ["--qos=high", "--exclusive"]."""
+
+
+@dataclass(kw_only=True)
 class Cluster:
     """Processes. `procs` counts them on a host without GPUs."""
 
@@ -204,7 +220,8 @@ class Cluster:
     gpus_per_node: int | None = None
     """Derived: the GPUs of this machine; experiment recipes set it."""
     procs: int | None = None
-    launcher: Literal["local", "env"] = "local"
+    launcher: Literal["local", "slurm", "env"] = "local"
+    slurm: Slurm = field(default_factory=Slurm)
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from rlctl.errors import RlctlError
 
 if TYPE_CHECKING:
     from rlctl.cli.job import Request
+    from rlctl.config import Recipe
     from rlctl.launch.evaluation import Target
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -116,7 +117,7 @@ def _one(request: Request, settings: dict[str, Any], *, arguments: list[str]) ->
     from rlctl import device  # see cli/train.py
     from rlctl.cli import job
     from rlctl.eval import RESULTS_FILE, SETTINGS_FILE, Settings
-    from rlctl.launch import env, evaluation, local
+    from rlctl.launch import env, evaluation, slurm
     from rlctl.launch.task_check import check_task
     from rlctl.recipe import compose, derive, find
 
@@ -130,6 +131,9 @@ def _one(request: Request, settings: dict[str, Any], *, arguments: list[str]) ->
     refused = evaluation.refuse(resolved, hardware)
     if refused is not None:
         raise refused
+    if recipe.cluster.launcher == "slurm":
+        slurm.check(recipe)
+        slurm.need_allocation("eval")
     check_task(recipe)
     made = Settings(task=_task_name(recipe.env.name, recipe.env.options), **settings)
 
@@ -140,12 +144,21 @@ def _one(request: Request, settings: dict[str, Any], *, arguments: list[str]) ->
         env.run(run_dir, create=create, last_file=SETTINGS_FILE)
     if not create():
         output.note(f"samples  {run_dir / 'samples.jsonl'}")
-        processes = recipe.cluster.gpus_per_node or recipe.cluster.procs
-        assert processes is not None
-        status = local.run(run_dir, processes=processes, has_gpus=recipe.cluster.gpus_per_node is not None)
+        status = _start(recipe, run_dir)
         if status:
             raise RlctlError("interrupted", f"go on with the same line and `--run-dir {run_dir}`", exit_status=status)
     return json_.loads((run_dir / RESULTS_FILE).read_text()) | {"run_dir": str(run_dir)}
+
+
+def _start(recipe: Recipe, run_dir: Path) -> int:
+    """Run the workers; their exit status."""
+    from rlctl.launch import local, slurm  # see cli/train.py
+
+    if recipe.cluster.launcher == "slurm":
+        return slurm.run(run_dir, recipe)
+    processes = recipe.cluster.gpus_per_node or recipe.cluster.procs
+    assert processes is not None
+    return local.run(run_dir, processes=processes, has_gpus=recipe.cluster.gpus_per_node is not None)
 
 
 def _task_name(environment: str, options_: Any) -> str:

@@ -38,8 +38,11 @@ Procs = Annotated[
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", rich_help_panel=_WHERE, help="Nodes.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="N", rich_help_panel=_WHERE, help="GPUs of each node.")]
 Launcher = Annotated[
-    Literal["local", "env"] | None,
-    typer.Option(rich_help_panel=_WHERE, help="env: RANK and WORLD_SIZE are set already. Default: local."),
+    Literal["local", "slurm", "env"] | None,
+    typer.Option(
+        rich_help_panel=_WHERE,
+        help="slurm: sbatch, or srun inside an allocation. env: RANK and WORLD_SIZE are set already. Default: local.",
+    ),
 ]
 RunDir = Annotated[
     Path | None,

@@ -66,7 +66,7 @@ def plan(
         "here": vars(here),
         "refused": {"error": refused.message, "hint": refused.hint} if refused else None,
         "commands": {
-            "run": commands.torchrun(resolved, arguments),
+            "run": commands.start(resolved, arguments),
             "small": commands.small(resolved),
         },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ rlctl train grpo --recipe smoke-tiny
 rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5
 rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run
 rlctl train grpo --recipe smoke-tiny --run-dir runs/my --resume auto
+rlctl train grpo --model llama-3.1-70b --backend megatron --launcher slurm
 rlctl train grpo --model DIR data.train_path=my.jsonl env.reward=my_file.py:score"""
 
 
@@ -89,7 +91,7 @@ def _dry(job: Job, as_json: bool, *, build: bool) -> int:
 def _run(job: Job, as_json: bool) -> int:
     """Start the job here, or say why not."""
     from rlctl.cli import report  # see `train`
-    from rlctl.launch import commands, env, local
+    from rlctl.launch import commands, env, local, slurm
     from rlctl.launch.task_check import check_task
 
     if job.refused is not None:
@@ -108,15 +110,38 @@ def _run(job: Job, as_json: bool) -> int:
 
     if cluster.launcher == "env":
         env.run(job.run_dir, create=create)
+    if cluster.launcher == "slurm":
+        slurm.check(job.resolved.recipe)
+        if not slurm.in_allocation():
+            return _submit(job, create, as_json)
     create()
-    processes = cluster.gpus_per_node or cluster.procs
-    assert processes is not None
-    status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)
+    if cluster.launcher == "slurm":
+        status = slurm.run(job.run_dir, job.resolved.recipe)
+    else:
+        processes = cluster.gpus_per_node or cluster.procs
+        assert processes is not None
+        status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)
     if as_json:
         output.document({"run_dir": str(job.run_dir), "exit_status": status, "last_step": _last_step(job.run_dir)})
     elif status == INTERRUPTED:
         output.note(f"to go on: {commands.resume(job.run_dir, job.arguments)}")
     return status
+
+
+def _submit(job: Job, create: Callable[[], None], as_json: bool) -> int:
+    """Hand the job to Slurm, and say how to watch it."""
+    from rlctl.launch import commands, slurm  # see `train`
+
+    slurm.test_submission(job.resolved.recipe, job.run_dir)
+    create()
+    number = slurm.submit(job.resolved.recipe, job.run_dir, commands.job(job.run_dir, job.arguments))
+    if as_json:
+        output.document({"run_dir": str(job.run_dir), "exit_status": 0, "slurm_job_id": number})
+    else:
+        log = job.run_dir / "logs" / f"slurm-{number}.out"
+        output.data(number)
+        output.note(f"job {number} is submitted; watch it: squeue --jobs={number}, tail -f {log}")
+    return 0
 
 
 def _finished(job: Job, steps: int, as_json: bool) -> int:

@@ -6,11 +6,18 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlctl.launch import slurm
 from rlctl.recipe.derive import Resolved
 
 HEAD = "HEAD_ADDRESS"
 PORT = 29500
 _OWN_FLAGS = {"--dry-run", "--json", "--debug", "--quiet"}  # about this invocation, not about the job
+
+
+def start(resolved: Resolved, arguments: Sequence[str]) -> str:
+    """The line that starts the job where it can run: torchrun's, or sbatch's."""
+    slurm_job = resolved.recipe.cluster.launcher == "slurm"
+    return sbatch(resolved, arguments) if slurm_job else torchrun(resolved, arguments)
 
 
 def torchrun(resolved: Resolved, arguments: Sequence[str]) -> str:
@@ -36,8 +43,20 @@ def torchrun(resolved: Resolved, arguments: Sequence[str]) -> str:
 
 def resume(run_dir: Path, arguments: Sequence[str]) -> str:
     """The line that goes on with a run."""
-    job = shlex.join(_job(arguments, without=("--resume", "--run-dir")))
-    return f"rlctl {job} --run-dir {shlex.quote(str(run_dir))} --resume auto"
+    return f"rlctl {job(run_dir, arguments)}"
+
+
+def job(run_dir: Path, arguments: Sequence[str]) -> str:
+    """`resume` after its first word."""
+    kept = shlex.join(_job(arguments, without=("--resume", "--run-dir")))
+    return f"{kept} --run-dir {shlex.quote(str(run_dir))} --resume auto"
+
+
+def sbatch(resolved: Resolved, arguments: Sequence[str]) -> str:
+    """What `--launcher slurm` submits: sbatch's line, and the script's."""
+    run_dir = Path(str(resolved.recipe.run_dir))
+    line = shlex.join(["sbatch", *slurm.options(resolved.recipe, run_dir), str(run_dir / slurm.SCRIPT)])
+    return f"{line}\n{run_dir / slurm.SCRIPT}: {slurm.script(job(run_dir, arguments)).splitlines()[1]}"
 
 
 def _job(arguments: Sequence[str], *, without: Sequence[str]) -> list[str]:

@@ -17,11 +17,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.errors import FAILED, RlctlError
+
+State = dict[str, Any]
+"""What a worker writes: `pid` and `phase`."""
 
 BEAT_SECONDS = 1.0
 STALL_SECONDS = 120.0
@@ -32,16 +35,22 @@ def _file(logs: Path, rank: int) -> Path:
     return logs / f"heartbeat_rank_{rank}.json"
 
 
-def _read(logs: Path, rank: int) -> dict[str, Any]:
+def _read(logs: Path, rank: int) -> State:
     return json.loads(_file(logs, rank).read_text())
 
 
-def _runs(pid: int) -> bool:
+def _runs(state: State) -> bool:
     """Whether the process has not ended; one that has is torchrun's to judge."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{state['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def _dump(states: Sequence[State]) -> None:
+    for state in states:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state["pid"], signal.SIGUSR1)
 
 
 def beat(logs: Path, rank: int, phase: Callable[[], str]) -> None:
@@ -65,10 +74,27 @@ def beat(logs: Path, rank: int, phase: Callable[[], str]) -> None:
 
 
 class Watch:
-    """The launcher's view of a run's workers."""
+    """The launcher's view of a run's workers.
 
-    def __init__(self, logs: Path, *, processes: int, stall_seconds: float = STALL_SECONDS) -> None:
+    Args:
+        logs: of the run.
+        processes: workers.
+        stall_seconds: what is too long without a sign of life.
+        alive: whether the process behind what a worker wrote still exists; one that has ended is another's to judge.
+        dump: asks the workers for their stacks.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        processes: int,
+        stall_seconds: float = STALL_SECONDS,
+        alive: Callable[[State], bool] = _runs,
+        dump: Callable[[Sequence[State]], None] = _dump,
+    ) -> None:
         self._logs, self._ranks, self._stall_seconds = logs, range(processes), stall_seconds
+        self._alive, self._dump = alive, dump
         self._seen: dict[int, tuple[int, float]] = {}
         self._looked = time.monotonic()
         for rank in self._ranks:  # of the start before
@@ -84,15 +110,13 @@ class Watch:
                 before, since = self._seen.get(rank, (0, now))
                 if changed != before or slept:  # this process was stopped itself, perhaps with all others
                     self._seen[rank] = (changed, now)
-                elif now - since > self._stall_seconds and _runs(_read(self._logs, rank)["pid"]):
+                elif now - since > self._stall_seconds and self._alive(_read(self._logs, rank)):
                     return self._stalled(rank, now - since)
         return None
 
     def _stalled(self, rank: int, seconds: float) -> RlctlError:
         shown = {r: _read(self._logs, r) for r in self._ranks if _file(self._logs, r).is_file()}
-        for state in shown.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(state["pid"], signal.SIGUSR1)
+        self._dump(list(shown.values()))
         time.sleep(DUMP_SECONDS)
         others = ", ".join(f"rank {r} in `{s['phase']}`" for r, s in shown.items() if r != rank)
         return RlctlError(

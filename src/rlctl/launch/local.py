@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import INTERRUPTED, RlctlError
+from rlctl.launch import failure
 from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch
 
 CONSOLE = "RLCTL_CONSOLE_FD"
@@ -61,15 +61,15 @@ def run(
         "-m", worker, str(run_dir),
     ]  # fmt: skip
     environment = os.environ | {CONSOLE: "0"} | ({} if has_gpus else {"OMP_NUM_THREADS": "1"})
-    with (run_dir / "logs" / "launcher.log").open("wb") as log, _console() as console:
+    with (run_dir / "logs" / "launcher.log").open("wb") as log, console() as progress:
         process = subprocess.Popen(
-            command, env=environment, stdin=console, stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
+            command, env=environment, stdin=progress, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  this process has one thread
         )  # fmt: skip
         signals = _wait(process, Watch(run_dir / "logs", processes=processes, stall_seconds=stall_seconds))
     if process.returncode == 0:
         return 0
-    if signals > 1 or (signals and not _reports(run_dir)):
+    if signals > 1 or (signals and not failure.reports(run_dir)):
         return INTERRUPTED
     if process.returncode:
         if _ended_early(run_dir):
@@ -79,7 +79,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _console() -> Iterator[int]:
+def console() -> Iterator[int]:
     """Standard error as a descriptor; a captured one (in a test) may have none."""
     try:
         descriptor = os.dup(sys.stderr.fileno())
@@ -91,7 +91,8 @@ def _console() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a child before it starts: it gets SIGTERM when this process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job started with `&` inherits it ignored
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -154,23 +155,15 @@ def _failure(run_dir: Path, returncode: int) -> RlctlError:
     logs = run_dir / "logs"
     ends = _ends((logs / "launcher.log").read_text(errors="replace"))
     killed = [(rank, code) for rank, code in ends if code < 0 and code != -signal.SIGTERM]  # SIGTERM is torchrun's own
-    reports = _reports(run_dir)
+    reports = failure.reports(run_dir)
     if reports and not killed:
-        report = json.loads(reports[0].read_text())
-        log = logs / f"rank_{reports[0].stem.removeprefix('error_rank_')}.log"
-        hint = f"{report['hint']} (log: {log})" if report["hint"] else f"see {log}"
-        return RlctlError(report["error"], hint, exit_status=int(report["exit_status"]))
+        return failure.told(reports[0])
     if not ends:
         return RlctlError(f"torchrun ended with status {returncode}", f"see {logs / 'launcher.log'}", exit_status=1)
     rank, code = (killed or ends)[0]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     hint = "the machine may have run out of memory; " if code == -signal.SIGKILL else ""
     return RlctlError(f"rank {rank} {how}", f"{hint}see {logs / f'rank_{rank}.log'}", exit_status=1)
-
-
-def _reports(run_dir: Path) -> list[Path]:
-    """The workers' own errors, the first one first."""
-    return sorted((run_dir / "logs").glob("error_rank_*.json"), key=lambda f: (f.stat().st_mtime_ns, f.name))
 
 
 def _ended_early(run_dir: Path) -> bool:

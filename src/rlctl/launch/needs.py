@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 
 from rlctl import plugins
@@ -115,7 +116,7 @@ def _padding(resolved: Resolved) -> RlctlError | None:
 
 def _devices(resolved: Resolved, hardware: Hardware) -> RlctlError | None:
     cluster = resolved.recipe.cluster
-    if cluster.launcher == "env":
+    if cluster.launcher == "env" or _elsewhere(resolved):
         return None
     gpus = cluster.gpus_per_node or 0
     if gpus > hardware.gpus:
@@ -130,17 +131,22 @@ def _devices(resolved: Resolved, hardware: Hardware) -> RlctlError | None:
             "run the torchrun line above on such nodes, or try it small here with the line above",
             exit_status=ENVIRONMENT,
         )
-    if cluster.num_nodes > 1:
+    if cluster.num_nodes > 1 and cluster.launcher == "local":
         return RlctlError(
             f"this job needs {cluster.num_nodes} nodes, and the local launcher starts processes on this one only",
-            "run the torchrun line above on every node",
+            "run the torchrun line above on every node, or use `--launcher slurm`",
             exit_status=ENVIRONMENT,
         )
     return None
 
 
+def _elsewhere(resolved: Resolved) -> bool:
+    """Whether the job is for machines that cannot be looked at from here."""
+    return resolved.recipe.cluster.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+
+
 def _memory(resolved: Resolved, need: Needs, hardware: Hardware) -> RlctlError | None:
-    if need.node_bytes <= hardware.memory_bytes:
+    if need.node_bytes <= hardware.memory_bytes or _elsewhere(resolved):
         return None
     procs = resolved.recipe.cluster.procs
     return RlctlError(

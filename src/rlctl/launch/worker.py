@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import json
 import os
 import signal
 import sys
@@ -17,8 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlctl.errors import ENVIRONMENT, INTERRUPTED, RlctlError
-from rlctl.launch import heartbeat, run_directory
+from rlctl.errors import INTERRUPTED, RlctlError
+from rlctl.launch import failure, heartbeat, run_directory
 from rlctl.launch.stop import Stop, deadline_seconds
 
 CONSOLE = "RLCTL_CONSOLE_FD"
@@ -70,7 +68,9 @@ def main(run_dir: Path) -> int:
         phase = phase if log is None else log.phase_name
         # after a request to stop, a rank that left breaks what others wait for; an error of the user's is still one
         stopped = isinstance(error, KeyboardInterrupt) or (stop.requested and not isinstance(error, RlctlError))
-        return _report(error, logs / f"error_rank_{rank}.json", phase, stopped=stopped)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        return INTERRUPTED if stopped else failure.leave(error, logs, rank=rank, phase=phase)
     return 0 if finished else INTERRUPTED
 
 
@@ -84,35 +84,13 @@ def _take_output(path: Path) -> TextIO:
     return console
 
 
-def _report(error: BaseException, path: Path, phase: str, *, stopped: bool) -> int:
-    """Leave the error for the launcher; returns the exit status."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    if stopped:
-        return INTERRUPTED
-    if isinstance(error, RlctlError):
-        message, hint, status = error.message, error.hint, error.exit_status
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"cannot write `{error.filename or path.parent.parent}`: {error.strerror}"
-        hint, status = "free space there, then go on with `--resume auto`", ENVIRONMENT
-    else:
-        rank = os.environ["RANK"]
-        message = f"rank {rank} failed in phase `{phase}`: {type(error).__name__}: {error}".split("\n", maxsplit=1)[0]
-        hint, status = "", 1
-    report = {"error": message, "hint": hint, "exit_status": status, "phase": phase, "traceback": _text(error)}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report))
-    partial.rename(path)
-    return status
-
-
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
+def leave(status: int) -> None:
+    """End this process; a rank that failed must not wait for the others in an exit handler."""
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
-        os._exit(status)  # a rank that failed must not wait for the others in an exit handler
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1])))
