@@ -7,6 +7,7 @@ handler, and so under backward hooks). It returns at once where CUDA is availabl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -23,6 +24,7 @@ from typing import Any
 
 from rlctl.lazy import dist, torch
 
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for none
 _MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 
 
@@ -46,7 +48,35 @@ def probe() -> Hardware:
         model = [line for line in cards[0].read_text().splitlines() if line.startswith("Model:")]
         name = model[0].split(":", 1)[1].strip() if model else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(memory, memory_limit_bytes() or memory)
     return Hardware(gpus=count, gpu_name=name, cpus=len(os.sched_getaffinity(0)), memory_bytes=memory)
+
+
+def memory_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least memory limit of this process's control groups (version 2 or 1), as containers and Slurm set them.
+
+    Args:
+        root: where the control groups are mounted.
+
+    Returns:
+        None without a limit.
+    """
+    limits = []
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return None
+    for number, controllers, path in groups:
+        if number == "0":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in [top, *(top.joinpath(*path.split("/")[1 : end + 1]) for end in range(1, path.count("/") + 1))]:
+            with contextlib.suppress(OSError, ValueError):  # no such file at the root, or `max`
+                limits.append(int((folder / name).read_text()))
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def is_accelerated() -> bool:

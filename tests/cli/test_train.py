@@ -66,3 +66,16 @@ def test_torchrun_of_another_launcher_works_the_same(tmp_path: Path) -> None:
     done = rlctl([*SHORT, "--launcher", "env", "--run-dir", "out"], tmp_path, before=torchrun)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_a_launcher_of_ours_the_first_rank_that_fails_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, row):\n    raise ValueError('no score today')\n")
+    (tmp_path / "my.jsonl").write_text('{"question": "What is 3 + 4?", "answer": "7"}\n' * 64)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    own = ["--model", "tiny-llama", "--backend", "dtensor", "data.train_path=my.jsonl", "env.reward=mine.py:score"]
+    line = ["train", "grpo", *own, "--launcher", "env", "--run-dir", "out", "policy.max_total_sequence_length=64"]
+    done = rlctl([*line, "grpo.num_prompts_per_step=4"], tmp_path, before=torchrun)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith(("error:", "hint:"))]
+    assert len(told) == 2, done.stderr
+    assert "none of 64 rollouts has a reward" in told[0] and "no score today" in told[0]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import _click
 
-from rlctl.cli import convert, options, output, recipes, runs, train
+from rlctl.cli import convert, doctor, options, output, recipes, runs, train
 from rlctl.cli import eval as evaluation
 from rlctl.cli import plan as planning
 from rlctl.errors import INTERRUPTED, RlctlError
@@ -26,6 +26,7 @@ app.command("eval", rich_help_panel="Run", epilog=evaluation.EXAMPLES, no_args_i
 app.command("plan", rich_help_panel="Look and check", epilog=planning.EXAMPLES, no_args_is_help=True)(planning.plan)
 app.add_typer(runs.app, name="runs", rich_help_panel="Look and check")
 app.add_typer(recipes.app, name="recipes", rich_help_panel="Look and check")
+app.command("doctor", rich_help_panel="Look and check", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ from rlctl import plugins
 from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.eval import RESULTS_FILE, SETTINGS_FILE, Settings, write_whole
-from rlctl.launch import needs, run_directory
+from rlctl.launch import failure, needs, run_directory
 from rlctl.recipe import compose
 from rlctl.recipe.derive import Resolved
 
@@ -174,8 +174,7 @@ def open_directory(
             f"`{path}` holds an evaluation with {key} {before.get(key, 'unset')}, not {now[key]}",
             "repeat its command to go on, or give a new directory with `--run-dir`",
         )
-    for report in (path / "logs").glob("error_rank_*.json"):  # of the start before
-        report.unlink()
+    failure.clear(path / "logs")
     with (path / "command.txt").open("a") as commands:
         commands.write(shlex.join(command) + "\n")
     return (path / RESULTS_FILE).is_file()

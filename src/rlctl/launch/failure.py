@@ -11,6 +11,9 @@ from pathlib import Path
 from rlctl.errors import ENVIRONMENT, RlctlError
 
 
+_TOLD = "error_told"
+
+
 def leave(error: BaseException, logs: Path, *, rank: int, phase: str) -> int:
     """Write a rank's error for the launcher; returns the exit status.
 
@@ -37,6 +40,21 @@ def leave(error: BaseException, logs: Path, *, rank: int, phase: str) -> int:
     partial.write_text(json.dumps(report))
     partial.rename(path)
     return status
+
+
+def is_first(logs: Path) -> bool:
+    """Whether no rank asked this before, in this start of the run; ranks that fail together ask at the same time."""
+    try:
+        (logs / _TOLD).touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def clear(logs: Path) -> None:
+    """Remove what the ranks of an earlier start left."""
+    for report in [*logs.glob("error_rank_*.json"), logs / _TOLD]:
+        report.unlink(missing_ok=True)
 
 
 def reports(run_dir: Path) -> list[Path]:

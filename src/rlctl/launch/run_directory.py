@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlctl.device import Hardware
 from rlctl.errors import FAILED, RlctlError
+from rlctl.launch import failure
 from rlctl.recipe import compose
 from rlctl.recipe.derive import Resolved
 
@@ -73,8 +74,7 @@ def reopen(path: Path, resolved: Resolved, *, hardware: Hardware, command: Seque
         RlctlError: its processes still run, or it cannot be written.
     """
     os.close(hold(path))
-    for report in (path / "logs").glob("error_rank_*.json"):
-        report.unlink()
+    failure.clear(path / "logs")
     _write(path, resolved, hardware=hardware, command=command)
 
 

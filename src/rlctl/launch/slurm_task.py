@@ -37,7 +37,7 @@ def main(run_dir: Path, address: str) -> int:
         os.environ["MASTER_PORT"] = str(_port(rendezvous, rank))
     except RlctlError as error:
         return failure.leave(error, run_dir / "logs", rank=rank, phase="start")
-    return worker.main(run_dir)
+    return worker.main(run_dir, supervised=True)
 
 
 def _port(file: Path, rank: int) -> int:

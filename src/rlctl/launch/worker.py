@@ -1,7 +1,8 @@
 """One rank of a run: `python -m rlctl.launch.worker RUN_DIR`, under torchrun or whatever sets RANK and WORLD_SIZE.
 
 1. Everything that libraries print goes to logs/rank_N.log; progress lines go to the console descriptor, from rank 0.
-2. An error is left in logs/error_rank_N.json, with the phase it happened in, for the launcher to tell.
+2. An error is left in logs/error_rank_N.json, with the phase it happened in, for the launcher to tell; without a
+   launcher of ours, the first rank that fails tells it itself.
 3. A stop that was asked for (stop.py) ends with status 130, after a save.
 """
 
@@ -24,8 +25,13 @@ _PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # one rank's generation may end long after another's
 
 
-def main(run_dir: Path) -> int:
-    """Run this rank to the end; returns its exit status."""
+def main(run_dir: Path, *, supervised: bool = False) -> int:
+    """Run this rank to the end; returns its exit status.
+
+    Args:
+        run_dir: made by run_directory.create.
+        supervised: whether a launcher of ours, other than the local one, tells this rank's error.
+    """
     rank, local = int(os.environ["RANK"]), CONSOLE in os.environ
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,16 @@ def main(run_dir: Path) -> int:
         stopped = isinstance(error, KeyboardInterrupt) or (stop.requested and not isinstance(error, RlctlError))
         traceback.print_exception(error)
         sys.stderr.flush()
-        return INTERRUPTED if stopped else failure.leave(error, logs, rank=rank, phase=phase)
+        if stopped:
+            return INTERRUPTED
+        alone = (
+            not local and not supervised and not failure.reports(run_dir)
+        )  # what follows from a first error is noise
+        status = failure.leave(error, logs, rank=rank, phase=phase)
+        if alone:
+            problem = failure.told(logs / f"error_rank_{rank}.json")
+            print(f"error: {problem.message}\nhint: {problem.hint}", file=console, flush=True)
+        return status
     return 0 if finished else INTERRUPTED
 
 

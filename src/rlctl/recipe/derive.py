@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -183,11 +184,35 @@ def _launched(cluster: config.Cluster, hardware: Hardware) -> int:
             "start under torchrun or a cluster's launcher, or use `--launcher local`",
             exit_status=ENVIRONMENT,
         )
-    world = int(os.environ["WORLD_SIZE"])
-    local = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else world
+    world = _number("WORLD_SIZE", 1, None)
+    local = _number("LOCAL_WORLD_SIZE", 1, world) if "LOCAL_WORLD_SIZE" in os.environ else world
+    _number("RANK", 0, world - 1)
+    _number("LOCAL_RANK", 0, local - 1)
+    _number("MASTER_PORT", 1, 65535)
+    if world % local:
+        raise RlctlError(
+            f"LOCAL_WORLD_SIZE={local} does not divide WORLD_SIZE={world} (`--launcher env`)",
+            "every node must start the same number of processes",
+        )
     cluster.num_nodes = world // local
     cluster.gpus_per_node, cluster.procs = (local, None) if hardware.gpus else (None, local)
     return world
+
+
+def _number(name: str, least: int, most: int | None) -> int:
+    """An environment variable that a launcher set.
+
+    Raises:
+        RlctlError: it is no such number.
+    """
+    text = os.environ[name]
+    limits = f"{least} or more" if most is None else f"{least} to {most}"
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < least or (most is not None and int(text) > most):
+        raise RlctlError(
+            f"{name}={text!r} in the environment is not a number of {limits} (`--launcher env`)",
+            "it is set by torchrun or a cluster's launcher; see what started this process",
+        )
+    return int(text)
 
 
 def _layout(recipe: config.Recipe, backend: Backend, *, world: int) -> Layout:
