@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlctl.cli.app import run
 from rlctl.device import Hardware
 from rlctl.launch import local, run_directory
 from rlctl.recipe import compose, derive
+from rlctl.report.run import Run
 from tests.unit.test_report import row, sample
 
 HERE = Hardware(gpus=0, gpu_name=None, cpus=2, memory_bytes=25_000_000_000)
@@ -34,6 +36,7 @@ def make_run(path: Path, *, seed: int) -> None:
         "rollouts/step_000002": [sample(i / 8, f"letter {i}", group=i) for i in range(8)],
         "validation/step_000002": [sample(0.375, "held out")],
     }
+    dumps["rollouts/step_000002"][5]["truncated"] = True
     dumps["rollouts/step_000002"].append(sample(0, valid=False, group=8))
     for name, samples in dumps.items():
         (path / name).parent.mkdir(exist_ok=True)
@@ -103,6 +106,7 @@ def test_a_report_is_written_where_it_says(place, capsys):
         (("--contains", "letter 3"), [3]),
         (("--group", "6"), [6]),
         (("--invalid",), [8]),
+        (("--truncated",), [5]),
         (("--step", "1", "--sort=reward"), [0, 1]),
     ],
     ids=str,
@@ -116,6 +120,33 @@ def test_held_out_samples_and_those_of_an_evaluation_are_read_alike(ask, place):
     samples = (place / "runs/first/rollouts/step_000001.jsonl").read_text()
     (place / "runs/second/samples.jsonl").write_text(samples)
     assert ask("rollouts", "runs/second")["matching"] == 2
+
+
+def test_what_is_damaged_is_left_out_and_named(place, capsys):
+    with (place / "runs/first/rollouts/step_000002.jsonl").open("a") as file:
+        file.write('{"group": 9, "samp')
+    assert run(["runs", "rollouts", "runs/first", "--limit", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "letter 0" in out and "left out: rollouts/step_000002.jsonl:10: no end of line" in err
+    assert "page 1 of 8, 8 samples match; next: --page 2" in err
+    (place / "runs/second/recipe.yaml").write_text("policy: [")
+    assert run(["runs", "list"]) == 0
+    out, err = capsys.readouterr()
+    assert "first" in out and "second" not in out and "left out: `runs/second/recipe.yaml` cannot be read" in err
+
+
+def test_what_a_model_wrote_cannot_move_the_cursor(place, capsys):
+    (place / "runs/first/rollouts/step_000003.jsonl").write_text(json.dumps(sample(1.0, "a\x1b[2Jb\u202ec")) + "\n")
+    assert run(["runs", "rollouts", "runs/first"]) == 0
+    assert "a\ufffd[2Jb\ufffdc" in capsys.readouterr().out
+
+
+def test_hundreds_of_runs_are_listed_without_reading_their_metrics_whole(place, ask, monkeypatch):
+    monkeypatch.setattr(Run, "rows", property(lambda self: pytest.fail("metrics.jsonl was read whole")))
+    for i in range(200):
+        shutil.copytree(place / "runs/first", place / f"runs/sweep/{i}", symlinks=True)
+    rows = ask("list")
+    assert len(rows) == 202 and {r["reward"] for r in rows} == {0.5} and {r["steps"] for r in rows} == {2}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +177,11 @@ def test_every_help_has_an_example(arguments, capsys):
     assert "rlctl " in capsys.readouterr().out.split("Example")[1]
 
 
-@pytest.mark.parametrize("arguments", [["runs", "report", "runs/first"], ["eval", "smollm2-135m"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["runs", "list"], ["runs", "report", "runs/first", "runs/second"], ["eval", "smollm2-135m"]],
+    ids=" ".join,
+)
 def test_nothing_heavy_is_imported(place, arguments):
     code = (
         "import sys; from rlctl.cli.app import run; run(sys.argv[1:])\n"

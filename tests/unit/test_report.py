@@ -6,14 +6,16 @@ import fcntl
 import html.parser
 import json
 import re
+import shlex
 
 import pytest
 import yaml
 
 from rlctl import config
+from rlctl.errors import RlctlError
 from rlctl.recipe import compose
-from rlctl.report import charts, findings, page
-from rlctl.report.run import Run, differences, find_runs, open_run
+from rlctl.report import charts, compare, findings, page
+from rlctl.report.run import Run, differences, find_runs, open_run, read_samples
 
 
 def row(step, reward, **more):
@@ -130,7 +132,9 @@ def test_a_run_is_running_while_its_lock_is_held(made):
         assert run.status == "running"
     assert run.status == "stopped"
     (run.path / "logs").mkdir()
-    (run.path / "logs" / "error_rank_0.json").write_text(json.dumps({"error": "out of memory"}))
+    (run.path / "logs" / "error_rank_0.json").write_text(
+        json.dumps({"error": "out of memory", "hint": "", "phase": "train"})
+    )
     assert (run.status, run.error) == ("failed", "out of memory")
     assert made(rising(), name="b").status == "finished"
 
@@ -208,10 +212,134 @@ def test_a_run_without_a_step_has_a_page(made):
 def test_a_comparison_shows_each_run_and_only_what_differs(made, tmp_path):
     runs = [made(rising(), name="first"), made(rising(), name="second", seed=7)]
     assert differences(runs) == [("grpo.seed", [42, 7])]
-    text = page.write_comparison(runs, tmp_path / "both.html").read_text()
+    text = compare.write_comparison(runs, tmp_path / "both.html").read_text()
     Page(text)
     assert "grpo.seed" in text and "grpo.max_num_steps" not in text
     assert text.count("first, step 20: 1") >= 1 and text.count("second, step 20: 1") >= 1
+
+
+def test_damaged_lines_are_left_out_and_named(made):
+    run = made(rising(), [(20, [sample(1.0), sample(0.5)])])
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 21, "rollout/reward": "much"}\n\xff\xfe\n[1]\n{"step": 22, "rollout/rew')
+    dump = run.path / "rollouts/step_000020.jsonl"
+    with dump.open("a") as file:
+        file.write('{"group": 1}\n{"gro')
+    (run.path / "environment.json").write_text("{")
+    (run.path / "checks.json").write_text('{"ok": true}')
+    assert (run.steps, run.last("rollout/reward"), len(run.rows)) == (20, 1.0, 20)
+    assert run.damaged == [
+        "metrics.jsonl:21: `rollout/reward` is no number",
+        "metrics.jsonl:22: not JSON",
+        "metrics.jsonl:23: no line of metrics",
+        "metrics.jsonl:24: no end of line",
+        "environment.json: not JSON",
+        "checks.json: no list of checks",
+    ]
+    read = read_samples(dump)
+    assert [s["reward"] for s in read.rows] == [1.0, 0.5]
+    assert read.damaged == [
+        "rollouts/step_000020.jsonl:3: no sample: `sample` does not fit",
+        "rollouts/step_000020.jsonl:4: no end of line",
+    ]
+    text = page.page(run)
+    assert "metrics.jsonl:22: not JSON" in text and "rollouts/step_000020.jsonl:4: no end of line" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: [", "cannot be read"), ("a: 1", "lacks `algorithm`"), ("- 1", "lacks `algorithm`")], ids=str
+)
+def test_a_recipe_that_is_none_is_named(made, text, said):
+    run = made(rising())
+    (run.path / "recipe.yaml").write_text(text)
+    with pytest.raises(RlctlError, match=said) as caught:
+        page.page(Run(run.path))
+    assert str(run.path / "recipe.yaml") in caught.value.message
+
+
+def test_the_newest_values_are_the_same_read_from_the_end_as_read_whole(made):
+    rows = rising()
+    rows[4]["val/reward"], rows[-1]["rollout/reward"] = 0.25, None
+    run = made(rows)
+    names = ["step", "rollout/reward", "val/reward", "train/kl"]
+    assert "rows" not in vars(run)
+    from_the_end = run.newest(names)
+    assert from_the_end == {"step": 20, "rollout/reward": 0.95, "val/reward": 0.25, "train/kl": None}
+    assert run.rows and run.newest(names) == from_the_end
+
+
+def test_start_up_checks_are_shown_and_a_failed_one_is_told(made):
+    run = made(rising())
+    made_checks = [
+        {"name": "one BOS", "ok": True, "expected": "1", "found": "1", "detail": ""},
+        {"name": "packing leak", "ok": False, "expected": "0", "found": "0.01", "detail": "sequence 2 <b>"},
+    ]
+    (run.path / "checks.json").write_text(json.dumps(made_checks[:1]))
+    assert findings.healthy(run).text == "Yes. All 6 checks passed, and 1 before the first step."
+    (run.path / "checks.json").write_text(json.dumps(made_checks))
+    run = Run(run.path)
+    answer = findings.healthy(run)
+    assert answer.verdict == "bad" and "Before the first step, packing leak did not hold" in answer.text
+    text = page.page(run)
+    assert "<td>packing leak</td><td>0.01</td><td>0</td><td>sequence 2 &lt;b&gt;</td>" in text
+
+
+def test_the_mismatch_has_an_answer_of_its_own(made):
+    assert findings.mismatch(made(rising())).text.startswith("Yes: mean ratio at most 1.0010 (step 1); 1 is exact")
+    sick = made(rising(**{"mismatch/token_mult_prob_error": 1.2}), name="b")
+    assert findings.mismatch(sick).verdict == "bad" and findings.mismatch(made([], name="c")).verdict == "open"
+
+
+def test_final_figures_come_with_intervals_over_prompts(made):
+    """Reward: 4 steps of 4 prompts, spread 0.1, so 1.96 * 0.1 / sqrt(16); validation: Wilson's for 3 of 4 prompts."""
+    run = made(rising())
+    reward = findings.final_reward(run)
+    assert (reward.low, reward.high) == pytest.approx((0.925 - 0.049, 0.925 + 0.049), abs=1e-4)
+    assert findings.final_validation(run) is None
+    (run.path / "validation").mkdir()
+    lines = [json.dumps(sample(float(i < 3), group=i)) + "\n" for i in range(4)]
+    (run.path / "validation" / "step_000020.jsonl").write_text("".join(lines))
+    found = findings.final_validation(run)
+    assert (found.value, found.low, found.high) == pytest.approx((0.75, 0.3006, 0.9544), abs=1e-4)
+    rows = [*rising()[:-1], row(20, 1.0, **{"val/reward": 0.75})]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert "0.750 after step 20, 95 % interval 0.301 to 0.954" in findings.learned(Run(run.path)).text
+
+
+def test_a_run_that_did_not_end_shows_the_line_that_goes_on(made):
+    run = made(rising(), max_num_steps=99)
+    command = "rlctl train grpo --recipe smoke-tiny --run-dir=elsewhere --resume auto 'data.system_prompt=a b'\n"
+    (run.path / "command.txt").write_text(command)
+    onward = page.resume_line(run)
+    assert shlex.split(onward) == [
+        *("rlctl", "train", "grpo", "--recipe", "smoke-tiny", "data.system_prompt=a b"),
+        *("--run-dir", str(run.path), "--resume", "auto"),
+    ]
+    assert page.resume_line(made(rising(), name="b")) is None
+
+
+def test_why_a_run_failed_is_on_its_page(made):
+    run = made(rising(), max_num_steps=99)
+    (run.path / "logs").mkdir()
+    report = {"error": "rank 1 failed: <out> of memory", "hint": "lower x", "phase": "train"}
+    (run.path / "logs" / "error_rank_1.json").write_text(json.dumps(report))
+    text = page.page(run)
+    assert "rank 1 failed: &lt;out&gt; of memory\nphase: train\nhint: lower x" in text
+    assert findings.healthy(run).text.startswith("The run failed: rank 1 failed")
+
+
+def test_values_that_were_not_finite_are_marked_in_the_chart(made):
+    rows = rising()
+    rows[6]["train/loss"] = None
+    assert "loss, step 7: not finite" in page.page(made(rows))
+
+
+def test_a_page_of_many_steps_stays_small(made):
+    parts = {f"rollout/reward/part{i}": 0.1 * i for i in range(8)}
+    rows = [row(i, i / 5000, **parts) for i in range(1, 5001)]
+    text = page.page(made(rows))
+    assert len(text) < 800_000 and "each point is the mean of 17 steps" in text
+    assert ">5000</text>" in text
 
 
 def test_a_line_passes_through_its_points():

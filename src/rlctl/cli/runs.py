@@ -10,6 +10,7 @@ import typer
 
 from rlctl.cli import options, output
 from rlctl.errors import RlctlError
+from rlctl.report.text import printable
 
 if TYPE_CHECKING:
     from rlctl.report.run import Run
@@ -34,7 +35,14 @@ def list_(
 
     if not folder.is_dir():
         raise RlctlError(f"no directory `{folder}`", "runs are made there by `rlctl train`; or name another directory")
-    rows = [_row(run, folder) for run in runs.find_runs(folder)]
+    rows, unreadable = [], []
+    for run in runs.find_runs(folder):
+        try:
+            rows.append(_row(run, folder))
+        except RlctlError as error:
+            unreadable.append(error.message)
+    for message in unreadable:
+        output.note(f"left out: {message}")
     if json:
         output.document(rows)
     elif rows:
@@ -45,12 +53,13 @@ def list_(
 
 
 def _row(run: Run, folder: Path) -> dict[str, Any]:
+    newest = run.newest(["step", "rollout/reward", "val/reward"])
     return {
         "run": str(run.path.relative_to(folder)),
         "status": run.status,
-        "steps": run.steps,
-        "reward": run.last("rollout/reward"),
-        "validation": run.last("val/reward"),
+        "steps": round(newest["step"] or 0),
+        "reward": newest["rollout/reward"],
+        "validation": newest["val/reward"],
         "model": run.recipe["policy"]["model_name"],
         "task": run.recipe["env"]["name"],
         "started": time.strftime("%Y-%m-%d %H:%M", time.gmtime((run.path / "recipe.yaml").stat().st_mtime)),
@@ -76,13 +85,15 @@ def show(run_dir: RunDir, json: options.Json = False, debug: options.Debug = Fal
     from rlctl.report.run import open_run
 
     run = open_run(run_dir)
-    answers = [findings.learned(run), findings.healthy(run), findings.slow(run)]
+    answers = [findings.learned(run), findings.healthy(run), findings.mismatch(run), findings.slow(run)]
     last = {name: run.last(name) for name in _SUMMARY if run.last(name) is not None}
     if json:
         output.document({
             "run": str(run.path), "status": run.status, "steps": run.steps, "planned_steps": run.planned_steps,
-            "error": run.error, "last": last, "answers": {a.question: a.text for a in answers},
-            "checks": [vars(c) for c in findings.checks(run)], "commands": run.commands,
+            "error": run.error, "damaged": run.damaged, "last": last,
+            "answers": {a.question: a.text for a in answers},
+            "checks": [vars(c) for c in findings.checks(run)], "start_checks": run.start_checks,
+            "commands": run.commands,
             "changed": {key: value for key, value, _ in run.changed},
         })  # fmt: skip
         return 0
@@ -90,6 +101,7 @@ def show(run_dir: RunDir, json: options.Json = False, debug: options.Debug = Fal
     lines += [f"{'command' if i == 0 else 'then':<10}{c}" for i, c in enumerate(run.commands)]
     lines += ["", *(f"{a.question} {a.text}" for a in answers)]
     lines += ["", *(f"  {name:<32}{_cell(value)}" for name, value in last.items())]
+    lines += [f"  left out: {line}" for line in _few(run.damaged)]
     lines += ["", f"{'again':<10}{page.rerun_line(run)}", f"{'report':<10}rlctl runs report {run.path}"]
     output.data("\n".join(lines))
     return 0
@@ -106,7 +118,7 @@ def report(
     debug: options.Debug = False,
 ) -> int:
     """Write one HTML page on a run, or one that lays several over each other; prints its path."""
-    from rlctl.report import page  # see cli/train.py
+    from rlctl.report import compare, page  # see cli/train.py
     from rlctl.report.run import open_run
 
     runs = [open_run(path) for path in run_dirs]
@@ -114,7 +126,7 @@ def report(
         if len(runs) == 1:
             written = page.write(runs[0], out)
         else:
-            written = page.write_comparison(runs, out or Path("comparison.html"))
+            written = compare.write_comparison(runs, out or Path("comparison.html"))
     except OSError as error:
         raise RlctlError(
             f"cannot write the report: {error}", "give another file with `--out`", exit_status=1
@@ -138,7 +150,12 @@ def rollouts(  # noqa: PLR0913, PLR0917  one parameter an option
     max_reward: Annotated[float | None, typer.Option(metavar="R", help="At most this reward.")] = None,
     group: Annotated[int | None, typer.Option(metavar="N", help="Of this prompt of the step.")] = None,
     contains: Annotated[str | None, typer.Option(metavar="TEXT", help="In the response or the prompt.")] = None,
-    invalid: Annotated[bool, typer.Option("--invalid", metavar=options.FLAG, help="Those without a reward.")] = False,
+    invalid: Annotated[
+        bool, typer.Option("--invalid", metavar=options.FLAG, help="Those without a reward, which are else left out.")
+    ] = False,
+    truncated: Annotated[
+        bool, typer.Option("--truncated", metavar=options.FLAG, help="Those that the length limit cut off.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Samples on a page.")] = 5,
     page: Annotated[int, typer.Option(min=1, metavar="N", help="Which page.")] = 1,
     json: options.Json = False,
@@ -149,9 +166,11 @@ def rollouts(  # noqa: PLR0913, PLR0917  one parameter an option
 
     run = open_run(run_dir)
     at, file = _samples_file(run, step, "validation" if validation else "rollouts")
+    read = read_samples(file)
     chosen = [
-        s for s in read_samples(file)
+        s for s in read.rows
         if s["valid"] != invalid
+        and (s["truncated"] or not truncated)
         and (min_reward is None or (s["reward"] is not None and s["reward"] >= min_reward))
         and (max_reward is None or (s["reward"] is not None and s["reward"] <= max_reward))
         and (group is None or s["group"] == group)
@@ -161,12 +180,27 @@ def rollouts(  # noqa: PLR0913, PLR0917  one parameter an option
     chosen.sort(key=lambda s: s[key] if s[key] is not None else 0.0, reverse=sort.startswith("-"))
     shown = chosen[(page - 1) * limit : page * limit]
     if json:
-        output.document({"step": at, "matching": len(chosen), "page": page, "samples": shown})
+        output.document({
+            "step": at, "file": str(file), "matching": len(chosen), "page": page, "samples": shown,
+            "damaged": read.damaged,
+        })  # fmt: skip
         return 0
-    pages = max(1, -(-len(chosen) // limit))
     output.data("\n\n".join(_sample(s) for s in shown) if shown else "no sample matches")
-    output.note(f"\n{file}: page {page} of {pages}, {len(chosen)} samples match")
+    for line in _few(read.damaged):
+        output.note(f"left out: {line}")
+    output.note(_foot(file, page=page, pages=max(1, -(-len(chosen) // limit)), matching=len(chosen)))
     return 0
+
+
+def _foot(file: Path, *, page: int, pages: int, matching: int) -> str:
+    beyond = page > pages
+    following = f"; next: --page {page + 1}" if page < pages else ""
+    return f"\n{file}: page {page} of {pages}{' (beyond the last)' * beyond}, {matching} samples match{following}"
+
+
+def _few(lines: list[str], most: int = 5) -> list[str]:
+    """The first ones, and how many more."""
+    return lines if len(lines) <= most else [*lines[:most], f"{len(lines) - most} more"]
 
 
 def _samples_file(run: Run, step: int | None, kind: Literal["rollouts", "validation"]) -> tuple[int | None, Path]:
@@ -195,9 +229,4 @@ def _sample(sample: dict[str, Any]) -> str:
     cut = ", cut off" if sample["truncated"] else ""
     head = f"prompt {sample['group']}, sample {sample['sample']}: {reward}, {sample['response_tokens']} tokens{cut}"
     turns = [f"{m['role']}: {m['content']}" for m in sample["prompt"]]
-    return "\n".join([output.bold(head), *turns, f"-> {_printable(sample['response'])}"])
-
-
-def _printable(text: str) -> str:
-    """Without what would move a terminal's cursor."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "\n".join([output.bold(printable(head)), *map(printable, turns), f"-> {printable(sample['response'])}"])

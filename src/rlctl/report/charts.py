@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
-_MOST_POINTS = 300
+_MOST_POINTS = 300  # of a chart with few lines; many share twice as many, so that the page stays small
+_FEWEST_POINTS = 60  # of a line
+_MOST_MISSING = 40
 COLOURS = 8
 
 
@@ -28,6 +30,8 @@ class Series:
     """Points are drawn too; for few of them."""
     band: Points = field(default=())
     """(step, half width) of a band about the line."""
+    missing: Sequence[float] = field(default=())
+    """Steps whose value was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +57,22 @@ def lines(series: Sequence[Series], *, low: float | None = None, high: float | N
         high: and ends here or above.
         unit: after each number of a tooltip.
     """
-    drawn = [_thinned(s) for s in series if s.points]
+    most = max(_FEWEST_POINTS, min(_MOST_POINTS, 2 * _MOST_POINTS // max(1, len(series))))
+    drawn = [_thinned(s, most) for s in series if s.points]
     if not drawn:
         return ""
+    of_each = max(_bucket(s, most) for s in series if s.points)
     values = [y for s in drawn for _, y in s.points]
     bottom, top = min([*values, *([] if low is None else [low])]), max([*values, *([] if high is None else [high])])
     ticks = _ticks(bottom, top)
-    xs = [x for s in drawn for x, _ in s.points]
+    xs = [x for s in series for x, _ in s.points]
     scale = _Scale(x=(min(xs), max(xs)), y=(ticks[0], ticks[-1]))
     body = [_frame(scale, ticks)]
     body += [_band(s, scale) for s in drawn if s.band]
     body += [_line(s, scale, unit) for s in drawn]
+    body += [_missing(s, scale) for s in drawn]
     legend = [(s.label, s.colour) for s in drawn] if len(drawn) > 1 else []
-    return _svg("".join(body), legend)
+    return _svg("".join(body), legend, thinned=of_each)
 
 
 def stacked(layers: Mapping[str, Points], *, unit: str = "") -> str:
@@ -75,7 +82,8 @@ def stacked(layers: Mapping[str, Points], *, unit: str = "") -> str:
         layers: label -> (step, value); a step that a layer lacks counts 0.
         unit: after each number of a tooltip.
     """
-    thin = {label: _thinned(Series(label=label, points=points)).points for label, points in layers.items() if points}
+    whole = [Series(label=label, points=points) for label, points in layers.items() if points]
+    thin = {series.label: _thinned(series, _MOST_POINTS).points for series in whole}
     if not thin:
         return ""
     steps = sorted({x for points in thin.values() for x, _ in points})
@@ -86,25 +94,29 @@ def stacked(layers: Mapping[str, Points], *, unit: str = "") -> str:
         total = {x: lower[x] + value.get(x, 0.0) for x in steps}
         bands.append((label, lower, total))
     ticks = _ticks(0.0, max(total.values()))
-    scale = _Scale(x=(steps[0], steps[-1]), y=(ticks[0], ticks[-1]))
+    xs = [x for series in whole for x, _ in series.points]
+    scale = _Scale(x=(min(xs), max(xs)), y=(ticks[0], ticks[-1]))
     body = [_frame(scale, ticks)]
     for i, (label, lower, upper) in enumerate(bands):
         shape = [scale.at(x, upper[x]) for x in steps] + [scale.at(x, lower[x]) for x in reversed(steps)]
         mean = sum(upper[x] - lower[x] for x in steps) / len(steps)
         tip = f"<title>{escape(label)}: mean {number(mean)}{unit} a step</title>"
         body.append(f'<polygon class="f{i % COLOURS}" points="{_path(shape)}">{tip}</polygon>')
-    return _svg("".join(body), [(label, i) for i, (label, _, _) in enumerate(bands)])
+    legend = [(label, i) for i, (label, _, _) in enumerate(bands)]
+    return _svg("".join(body), legend, thinned=max(_bucket(series, _MOST_POINTS) for series in whole))
 
 
-def _thinned(series: Series) -> Series:
-    """At most _MOST_POINTS points: each the mean of as many neighbours."""
-    size = -(-len(series.points) // _MOST_POINTS)
-    if size <= 1:
+def _bucket(series: Series, most: int) -> int:
+    """Points that become one."""
+    return max(1, -(-len(series.points) // most))
+
+
+def _thinned(series: Series, most: int) -> Series:
+    """At most `most` points: each the mean of as many neighbours."""
+    size = _bucket(series, most)
+    if size == 1:
         return series
-    return Series(
-        label=series.label, colour=series.colour, marked=series.marked,
-        points=_means(series.points, size), band=_means(series.band, size),
-    )  # fmt: skip
+    return replace(series, points=_means(series.points, size), band=_means(series.band, size))
 
 
 def _means(points: Points, size: int) -> Points:
@@ -153,7 +165,9 @@ def _frame(scale: _Scale, ticks: Sequence[float]) -> str:
         )
     for x in _step_ticks(x0, x1):
         at, _ = scale.at(x, ticks[0])
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x}</text>')
+        anchor = "end" if at > WIDTH - _RIGHT - 1 else "middle"  # the last label must not leave the drawing
+        at = WIDTH - 2 if anchor == "end" else at
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{x}</text>')
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">step</text>')
     return "".join(parts)
@@ -169,12 +183,24 @@ def _step_ticks(low: float, high: float) -> list[int]:
 
 def _line(series: Series, scale: _Scale, unit: str) -> str:
     places = [scale.at(x, y) for x, y in series.points]
-    parts = [f'<polyline class="s{series.colour % COLOURS}" points="{_path(places)}"/>'] if len(places) > 1 else []
+    dashed = " dash" * (series.colour >= COLOURS)
+    line = f'<polyline class="s{series.colour % COLOURS}{dashed}" points="{_path(places)}"/>'
+    parts = [line] if len(places) > 1 else []
     shown = series.marked or len(places) == 1
     for (x, y), (px, py) in zip(series.points, places, strict=True):
         tip = f"<title>{escape(series.label)}, step {x:g}: {number(y)}{unit}</title>"
         kind = f'class="d{series.colour % COLOURS}" r="3.5"' if shown else 'class="hit" r="6"'
         parts.append(f'<circle {kind} cx="{px:.1f}" cy="{py:.1f}">{tip}</circle>')
+    return "".join(parts)
+
+
+def _missing(series: Series, scale: _Scale) -> str:
+    """Marks on the lower axis."""
+    parts = []
+    for x in series.missing[:_MOST_MISSING]:
+        at, y = scale.at(min(max(x, scale.x[0]), scale.x[1]), scale.y[0])
+        tip = f"<title>{escape(series.label)}, step {x:g}: not finite</title>"
+        parts.append(f'<path class="gone" d="M{at:.1f} {y:.1f}l-5 -9h10z">{tip}</path>')
     return "".join(parts)
 
 
@@ -189,7 +215,10 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _svg(body: str, legend: Sequence[tuple[str, int]]) -> str:
-    keys = "".join(f'<span><i class="k{c % COLOURS}"></i>{escape(label)}</span>' for label, c in legend)
+def _svg(body: str, legend: Sequence[tuple[str, int]], *, thinned: int) -> str:
+    keys = "".join(
+        f'<span><i class="k{c % COLOURS}{" dash" * (c >= COLOURS)}"></i>{escape(label)}</span>' for label, c in legend
+    )
+    keys += f"<span>each point is the mean of {thinned} steps</span>" if thinned > 1 else ""
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{body}</svg>'
     return drawing + (f'<div class="legend">{keys}</div>' if keys else "")

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl import estimates
 from rlctl.report.charts import number
-from rlctl.report.run import Run
+from rlctl.report.run import Run, read_samples
 
 MISMATCH_LIMIT = 1.05  # mean ratio between engine and trainer; clipping starts to bite on noise alone above it
 INVALID_LIMIT, TRUNCATED_LIMIT = 0.01, 0.3
 ENTROPY_LEFT = 0.05  # of the first steps' entropy: below, samples of a prompt are nearly the same
 SPIKE = 10.0  # gradient norm over its median
 _MISMATCH = "mismatch of engine and trainer"
+_NAMED = 3  # checks in the sentence; all are in the table
 _SIGNIFICANT = 3.0  # standard errors
 Verdict = Literal["good", "bad", "open"]
 
@@ -49,15 +51,69 @@ def ends(points: Sequence[tuple[int, float]]) -> tuple[float, float, int]:
     return statistics.fmean(values[:size]), statistics.fmean(values[-size:]), size
 
 
+@dataclass(frozen=True, kw_only=True)
+class Final:
+    """A figure at the end of a run with its 95 % interval, e.g. "0.910 [0.882, 0.935]"."""
+
+    value: float
+    low: float
+    high: float
+    step: int
+    """The last one that it was measured on."""
+    steps: str
+    """All of what it was measured on."""
+
+    def __str__(self) -> str:
+        return f"{number_3(self.value)} [{number_3(self.low)}, {number_3(self.high)}]"
+
+
+def final_reward(run: Run) -> Final | None:
+    """Mean training reward of the last steps.
+
+    The interval takes the samples' spread for that of prompts' means: it is rather too wide than too narrow.
+    """
+    reward = run.series("rollout/reward")
+    if not reward:
+        return None
+    _, last, size = ends(reward)
+    half = estimates.CONFIDENCE_Z * _noise(run, size)
+    return Final(value=last, low=last - half, high=last + half, step=reward[-1][0], steps=_steps(reward[-size:]))
+
+
+def final_validation(run: Run) -> Final | None:
+    """The last validation that has its samples, over prompts (estimates.py)."""
+    for step, file in reversed(run.dumps("validation").items()):
+        groups: dict[int, list[float]] = {}
+        for sample in read_samples(file).rows:
+            if sample["valid"]:
+                groups.setdefault(sample["group"], []).append(sample["reward"])
+        if groups:
+            found = estimates.estimate([statistics.fmean(g) for g in groups.values()])
+            steps = f"(step {step}, {len(groups)} prompts)"
+            return Final(value=found.value, low=found.low, high=found.high, step=step, steps=steps)
+    return None
+
+
+def _noise(run: Run, size: int) -> float:
+    """Standard error of the mean reward of `size` steps, prompts being independent."""
+    spread = [y for _, y in run.series("rollout/reward_std")]
+    prompts = run.recipe["grpo"]["num_prompts_per_step"]
+    return statistics.fmean(spread) / math.sqrt(prompts * size) if spread else 0.0
+
+
+def median_step_seconds(run: Run) -> float | None:
+    """Of all steps."""
+    found = [y for _, y in run.series("time/step_seconds")]
+    return statistics.median(found) if found else None
+
+
 def learned(run: Run) -> Answer:
     """Whether the reward rose by more than its noise."""
     question, reward = "Did it learn?", run.series("rollout/reward")
     if len(reward) < 2:
         return Answer(question=question, verdict="open", text="Fewer than two steps are logged.")
     first, last, size = ends(reward)
-    spread = [y for _, y in run.series("rollout/reward_std")]
-    noise = statistics.fmean(spread) / math.sqrt(run.recipe["grpo"]["num_prompts_per_step"] * size) if spread else 0.0
-    far = abs(last - first) > _SIGNIFICANT * math.sqrt(2) * noise
+    far = abs(last - first) > _SIGNIFICANT * math.sqrt(2) * _noise(run, size)
     where = f"from {number_3(first)} {_steps(reward[:size])} to {number_3(last)} {_steps(reward[-size:])}"
     if far and last > first:
         verdict, text = "good", f"Yes. Training reward rose {where}."
@@ -79,11 +135,14 @@ def _validation(run: Run) -> str:
         return " No validation was made (grpo.val_period)."
     best = max(points, key=lambda p: p[1])
     (first_step, first), (last_step, last) = points[0], points[-1]
+    measured = final_validation(run)
+    current = measured is not None and measured.step == last_step
+    interval = f", 95 % interval {number_3(measured.low)} to {number_3(measured.high)}" if measured and current else ""
     if len(points) == 1:
-        return f" Validation reward is {number_3(last)} after step {last_step}."
+        return f" Validation reward is {number_3(last)} after step {last_step}{interval}."
     return (
         f" Validation reward went from {number_3(first)} (after step {first_step}) to {number_3(last)} "
-        f"(step {last_step}); its best is {number_3(best[1])} (step {best[0]})."
+        f"(step {last_step}{interval}); its best is {number_3(best[1])} (step {best[0]})."
     )
 
 
@@ -103,14 +162,29 @@ def healthy(run: Run) -> Answer:
     """The checks in a sentence."""
     question, made = "Is it healthy?", checks(run)
     wrong = [c for c in made if not c.ok]
-    error = f"The run failed: {run.error}. " if run.error else ""
+    failed = [str(c["name"]) for c in run.start_checks if not c["ok"]]
+    error = f"The run failed: {run.error.rstrip('.')}. " if run.error and run.status == "failed" else ""
+    error += f"Before the first step, {', '.join(failed)} did not hold. " if failed else ""
     if not run.rows:
         return Answer(question=question, verdict="bad" if error else "open", text=error + "No step is logged.")
-    agree = next((f" Engine and trainer agree: {c.found}." for c in made if c.name == _MISMATCH and c.ok), "")
-    if wrong or error:
-        text = error + " ".join(f"Look at {c.name}: {c.found}, expected {c.expected}." for c in wrong)
-        return Answer(question=question, verdict="bad", text=text + agree)
-    return Answer(question=question, verdict="good", text=f"Yes. All {len(made)} checks passed.{agree}")
+    if wrong:
+        named = "; ".join(f"{c.name} ({c.found})" for c in wrong[:_NAMED]) + "; ..." * (len(wrong) > _NAMED)
+        expected = f", expected {wrong[0].expected}" if len(wrong) == 1 else ""
+        text = f"{error}{len(wrong)} of {len(made)} checks need a look: {named}{expected}."
+        return Answer(question=question, verdict="bad", text=text)
+    before = f", and {len(run.start_checks)} before the first step" if run.start_checks and not failed else ""
+    text = f"{error}{'' if error else 'Yes. '}All {len(made)} checks passed{before}."
+    return Answer(question=question, verdict="bad" if error else "good", text=text)
+
+
+def mismatch(run: Run) -> Answer:
+    """Whether the engine samples from the policy that is trained."""
+    question, found = "Is the mismatch healthy?", _mismatch(run)
+    if found is None:
+        return Answer(question=question, verdict="open", text="No mismatch is logged.")
+    meaning = "how far the engine's probability of a sampled token is from the trainer's"
+    text = f"{'Yes' if found.ok else 'No'}: {found.found}; {found.expected} ({meaning})."
+    return Answer(question=question, verdict="good" if found.ok else "bad", text=text)
 
 
 def _mismatch(run: Run) -> Check | None:

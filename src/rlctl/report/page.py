@@ -1,24 +1,25 @@
 """The report of a run as one HTML page that needs nothing else.
 
-It answers: did it learn, is it healthy, what is slow, what was run, how to run it again.
-
-`write` makes report.html of one run; `comparison` lays several over each other.
+It answers: did it learn, is it healthy, what is slow, what was run, how to run it again. For several see compare.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from rlctl.report import charts, findings
 from rlctl.report.charts import Series
-from rlctl.report.run import Run, differences, read_samples
-from rlctl.report.style import STYLE
+from rlctl.report.markup import document, figures, mark, section, table, value
+from rlctl.report.run import Run
+from rlctl.report.samples import samples
+from rlctl.report.text import printable
 
-_BEST, _SHOWN_CHARACTERS = 3, 1500
+_MOST_PARTS = 24  # reward parts with a line
 _HEALTH = (  # metric, title, what to look for
     ("mismatch/token_mult_prob_error", "Mismatch of engine and trainer", "Mean probability ratio; 1 is exact."),
     ("train/kl", "KL to the reference", "Nats a token; slow growth is normal, a jump is not."),
@@ -48,15 +49,11 @@ def write(run: Run, path: Path | None = None) -> Path:
         run: with whatever it has logged so far.
         path: None = report.html of the run.
     """
-    return _publish(path or run.path / "report.html", page(run))
+    return publish(path or run.path / "report.html", page(run))
 
 
-def write_comparison(runs: Sequence[Run], path: Path) -> Path:
-    """Write the report of several runs."""
-    return _publish(path, comparison(runs))
-
-
-def _publish(path: Path, text: str) -> Path:
+def publish(path: Path, text: str) -> Path:
+    """Write a page that appears whole or not at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
@@ -65,62 +62,19 @@ def _publish(path: Path, text: str) -> Path:
 
 def page(run: Run) -> str:
     """The whole page of one run."""
-    answers = [findings.learned(run), findings.healthy(run), findings.slow(run)]
-    return _document(
+    answers = [findings.learned(run), findings.healthy(run), findings.mismatch(run), findings.slow(run)]
+    return document(
         run.name,
         f"<header><h1>{escape(run.name)} <em class='{run.status}'>{run.status}</em></h1>",
         f"<p>{_subtitle(run)}</p></header>",
-        f"<div class='answers'>{''.join(_answer(a) for a in answers)}{_rerun_card(run)}</div>",
-        _section("Did it learn?", _learning([run])),
-        _section("Is it healthy?", _checks(run), _health([run])),
-        _section("What is slow?", _speed(run)),
-        _section("Samples", _samples(run)),
-        _section("What was run?", _what(run)),
+        f"<div class='answers'>{''.join(map(_answer, answers))}{_what_card(run)}{_rerun_card(run)}</div>",
+        _failure(run),
+        section("Did it learn?", learning([run])),
+        section("Is it healthy?", _checks(run), health([run]), _left_out(run)),
+        section("What is slow?", _speed(run)),
+        section("Samples", samples(run)),
+        section("What was run?", _what(run)),
     )
-
-
-def comparison(runs: Sequence[Run]) -> str:
-    """The page of several runs: a table, their differences, and the same charts laid over each other."""
-    rows = []
-    for i, run in enumerate(runs):
-        reward, seconds = run.series("rollout/reward"), run.series("time/step_seconds")
-        ends = findings.ends(reward) if reward else None
-        validation = max((y for _, y in run.series("val/reward")), default=None)
-        checks = findings.checks(run)
-        rows.append([
-            f"<i class='k{i % charts.COLOURS}'></i> {escape(run.name)}", run.status, str(run.steps),
-            *(["", ""] if ends is None else [findings.number_3(ends[0]), findings.number_3(ends[1])]),
-            "" if validation is None else findings.number_3(validation),
-            "" if not seconds else f"{sorted(y for _, y in seconds)[len(seconds) // 2]:.2f} s",
-            ", ".join(escape(c.name) for c in checks if not c.ok) or "nothing",
-        ])  # fmt: skip
-    head = ["run", "status", "steps", "first reward", "last reward", "best validation", "median step", "stands out"]
-    names = [run.name for run in runs]
-    differs = [[escape(key), *(_value(v) for v in values)] for key, values in differences(runs)]
-    nothing = "<p>The recipes are the same.</p>"
-    return _document(
-        f"{len(runs)} runs",
-        f"<header><h1>{len(runs)} runs</h1><p>{escape(', '.join(names))}</p></header>",
-        _table(head, rows),
-        _section("What differs?", _table(["key", *map(escape, names)], differs) if differs else nothing),
-        _section("Did they learn?", _learning(runs)),
-        _section("Are they healthy?", _health(runs)),
-        _section("What is slow?", _figures([(
-            "Seconds a step", "", charts.lines(_over(runs, "time/step_seconds"), low=0, unit=" s"))])),
-    )  # fmt: skip
-
-
-def _document(title: str, *parts: str) -> str:
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
-
-
-def _section(title: str, *parts: str) -> str:
-    body = "".join(parts)
-    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
 
 
 def _subtitle(run: Run) -> str:
@@ -145,41 +99,100 @@ def rerun_line(run: Run) -> str:
     return f"rlctl train {run.recipe['algorithm']} --recipe {recipe} --run-dir {shlex.quote(f'{run.path}-again')}"
 
 
+def resume_line(run: Run) -> str | None:
+    """The line that goes on with a run that is not at its end."""
+    if run.status not in ("stopped", "failed") or not run.commands:
+        return None
+    kept, words = [], shlex.split(run.commands[0])
+    while words:
+        word = words.pop(0)
+        if word in ("--resume", "--run-dir"):
+            words = words[1:]
+        elif not word.startswith(("--resume=", "--run-dir=")):
+            kept.append(word)
+    return f"{shlex.join(kept)} --run-dir {shlex.quote(str(run.path))} --resume auto"
+
+
 def _rerun_card(run: Run) -> str:
-    return f"<div class='open'><h3>How to run it again?</h3><p><code>{escape(rerun_line(run))}</code></p></div>"
+    onward = resume_line(run)
+    lines = [("", rerun_line(run)), *([("Or go on where it stopped:", onward)] if onward else [])]
+    shown = "".join(f"<p>{label} <code>{escape(line)}</code></p>" for label, line in lines)
+    return f"<div class='open'><h3>How to run it again?</h3>{shown}</div>"
 
 
-def _over(runs: Sequence[Run], metric: str) -> list[Series]:
-    """One line a run."""
-    names = [run.name for run in runs] if len(runs) > 1 else [metric.rsplit("/", maxsplit=1)[-1].replace("_", " ")]
+def _what_card(run: Run) -> str:
+    recipe, machine = run.recipe, run.environment["hardware"] if run.environment else {}
+    versions = run.environment["packages"] if run.environment else {}
+    shown = [f"{name} {versions[name]}" for name in ("rlctl", "torch", "megatron-core", "vllm") if name in versions]
+    gpus = f"{machine['gpus']} × {machine['gpu_name']}" if machine.get("gpus") else "no GPU"
+    text = (
+        f"{recipe['algorithm']} on {recipe['policy']['model_name']}, task {recipe['env']['name']}; {_processes(recipe)}"
+        + (f" on a host with {machine['cpus']} CPU cores, {gpus}" if machine else "")
+        + f". {len(run.changed)} recipe keys are not default."
+        + (f" {', '.join(shown)}." if shown else "")
+    )
+    return f"<div class='open'><h3>What was run?</h3><p>{escape(text)}</p></div>"
+
+
+def _processes(recipe: Mapping[str, Any]) -> str:
+    cluster = recipe["cluster"]
+    each = cluster["gpus_per_node"] or cluster["procs"]
+    return f"{cluster['num_nodes']} node{'s' * (cluster['num_nodes'] != 1)} × {each} processes"
+
+
+def _failure(run: Run) -> str:
+    """Why it ended, where it did not end well."""
+    if run.failure is None or run.status != "failed":
+        return ""
+    told = f"{run.failure['error']}\nphase: {run.failure['phase']}\nhint: {run.failure['hint'] or 'see logs/'}"
+    return section("Why did it fail?", f"<pre>{escape(printable(told))}</pre>")
+
+
+def _left_out(run: Run) -> str:
+    if not run.damaged:
+        return ""
+    return f"<p class='soft'>Left out, damaged: {escape('; '.join(run.damaged[:5]))}{' …' * (len(run.damaged) > 5)}</p>"
+
+
+def over(runs: Sequence[Run], metric: str, *, names: Sequence[str] = ()) -> list[Series]:
+    """One line a run; of a single one it is called as the metric is."""
+    labels = names or [metric.rsplit("/", maxsplit=1)[-1].replace("_", " ")]
     return [
-        Series(label=n, points=r.series(metric), colour=i) for i, (n, r) in enumerate(zip(names, runs, strict=True))
+        Series(label=label, points=run.series(metric), missing=run.not_finite(metric), colour=i)
+        for i, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
 
 
-def _learning(runs: Sequence[Run]) -> str:
-    validation = [
-        Series(label=s.label, points=s.points, colour=s.colour, marked=True) for s in _over(runs, "val/reward")
-    ]
-    note = "Mean of each step's samples; the band is their standard deviation."
+def learning(runs: Sequence[Run], *, names: Sequence[str] = ()) -> str:
+    """Charts of rewards, and a table of evaluations.
+
+    Args:
+        runs: one or several.
+        names: labels of several.
+    """
+    validation = [dataclasses.replace(s, marked=True) for s in over(runs, "val/reward", names=names)]
+    reward = over(runs, "rollout/reward", names=names)
+    note = "Mean of each step's samples."
     if len(runs) == 1:
-        reward = [Series(
-            label="training", points=runs[0].series("rollout/reward"), band=runs[0].series("rollout/reward_std")
-        )]  # fmt: skip
-        shown = [("Reward", note, charts.lines(reward))]
-    else:
-        shown = [("Reward", "Mean of each step's samples.", charts.lines(_over(runs, "rollout/reward")))]
-    shown.append(("Validation reward", "On held-out prompts.", charts.lines(validation)))
-    parts = list(dict.fromkeys(m for run in runs for m in run.metrics("rollout/reward/")))
-    if len(runs) == 1 and parts:
+        reward = [dataclasses.replace(reward[0], band=runs[0].series("rollout/reward_std"))]
+        note = "Mean of each step's samples; the band is their standard deviation."
+    shown = [
+        ("Reward", note, charts.lines(reward)),
+        ("Validation reward", "On held-out prompts.", charts.lines(validation)),
+    ]
+    parts = list(dict.fromkeys(m for run in runs for m in run.metrics("rollout/reward/")))[:_MOST_PARTS]
+    if len(runs) == 1:
         lines = [
             Series(label=m.removeprefix("rollout/reward/"), points=runs[0].series(m), colour=i)
             for i, m in enumerate(parts)
         ]
         shown.append(("Reward parts", "Before weighting.", charts.lines(lines)))
     else:
-        shown += [(f"Reward part {m.split('/')[-1]}", "", charts.lines(_over(runs, m))) for m in parts]
-    return _figures(shown) + "".join(_evaluations(run) for run in runs)
+        shown += [
+            (f"Reward part {m.removeprefix('rollout/reward/')}", "", charts.lines(over(runs, m, names=names)))
+            for m in parts
+        ]
+    return figures(shown) + "".join(_evaluations(run) for run in runs)
 
 
 def _evaluations(run: Run) -> str:
@@ -189,7 +202,7 @@ def _evaluations(run: Run) -> str:
         where = f"{run.name}/{Path(result['path']).relative_to(run.path)}"
         rows.append([escape(result["task"]), str(result["samples"]), _interval(result["reward"]), at_k, escape(where)])
     head = ["evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
-    return _table(head, rows) if rows else ""
+    return table(head, rows)
 
 
 def _interval(estimate: dict[str, Any]) -> str:
@@ -197,20 +210,24 @@ def _interval(estimate: dict[str, Any]) -> str:
 
 
 def _checks(run: Run) -> str:
-    rows = [
-        [f"<b class='{'good' if c.ok else 'bad'}'>{'ok' if c.ok else 'look'}</b>", escape(c.name), escape(c.found),
-         escape(c.expected)]
-        for c in findings.checks(run)
-    ]  # fmt: skip
-    return _table(["", "check", "found", "expected"], rows) if run.rows else ""
+    """Signs of health, and what the run tested before its first step."""
+    rows = [[mark(ok=c.ok), escape(c.name), escape(c.found), escape(c.expected)] for c in findings.checks(run)]
+    before = [
+        [mark(ok=bool(c["ok"])), *(escape(printable(str(c[key]))) for key in ("name", "found", "expected", "detail"))]
+        for c in run.start_checks
+    ]
+    made = table(["", "check", "found", "expected"], rows) if run.rows else ""
+    at_start = table(["", "check", "found", "expected", "detail"], before)
+    return made + (f"<h3>Before the first step</h3>{at_start}" if at_start else "")
 
 
-def _health(runs: Sequence[Run]) -> str:
+def health(runs: Sequence[Run], *, names: Sequence[str] = ()) -> str:
+    """Charts of what shows that a run goes wrong."""
     shown = []
     for metric, title, note in _HEALTH:
         low, high = _BOUNDS.get(metric, (None, None))
-        shown.append((title, note, charts.lines(_over(runs, metric), low=low, high=high)))
-    return _figures(shown)
+        shown.append((title, note, charts.lines(over(runs, metric, names=names), low=low, high=high)))
+    return figures(shown)
 
 
 def _speed(run: Run) -> str:
@@ -224,67 +241,20 @@ def _speed(run: Run) -> str:
     shown = [
         ("Seconds a step, by phase", "", charts.stacked({name: points[name] for name in order}, unit=" s")),
         ("Tokens a second", "", charts.lines(rates, low=0)),
-        ("Packing efficiency", "Tokens over room in microbatches.", charts.lines(_over([run], "packing/efficiency"))),
+        ("Packing efficiency", "Tokens over room in microbatches.", charts.lines(over([run], "packing/efficiency"))),
         ("Peak memory of rank 0", "GB, since the start.", charts.lines([memory], low=0, unit=" GB")),
     ]
     rows = [
         [escape(p.name), f"{p.share:.1%}", f"{p.median_seconds:.3f} s", f"{p.total_seconds:.1f} s"]
         for p in findings.phases(run)
     ]
-    return _figures(shown) + (_table(["phase", "share", "median", "total"], rows) if rows else "")
-
-
-def _figures(shown: Iterable[tuple[str, str, str]]) -> str:
-    figures = [
-        f"<figure><figcaption>{escape(title)}<small>{escape(note)}</small></figcaption>{drawing}</figure>"
-        for title, note, drawing in shown
-        if drawing
-    ]
-    return f"<div class='figures'>{''.join(figures)}</div>" if figures else ""
-
-
-def _samples(run: Run) -> str:
-    """Best and worst of the last dump, and of the first for comparison."""
-    dumps = run.dumps()
-    chosen = dict.fromkeys([*list(dumps)[-1:], *list(dumps)[:1]])
-    return "".join(_of_step(step, list(read_samples(dumps[step]))) for step in chosen)
-
-
-def _of_step(step: int, samples: list[dict[str, Any]]) -> str:
-    voted = sorted((s for s in samples if s["valid"]), key=lambda s: s["reward"], reverse=True)
-    failed = [s for s in samples if not s["valid"]]
-    worst = voted[_BEST:][-_BEST:]
-    groups = (("best", voted[:_BEST]), ("worst", worst[::-1]), ("without a reward", failed[:_BEST]))
-    return "".join(
-        f"<h3>Step {step}, {title}</h3><div class='samples'>{''.join(map(_sample, group))}</div>"
-        for title, group in groups
-        if group
-    )
-
-
-def _sample(sample: dict[str, Any]) -> str:
-    parts = " · ".join(f"{escape(k)} {findings.number_3(v)}" for k, v in sample["reward_parts"].items())
-    flags = [parts, f"{sample['response_tokens']} tokens", *(["cut off"] if sample["truncated"] else [])]
-    reward = f"reward {findings.number_3(sample['reward'])}" if sample["valid"] else escape(str(sample["error"]))
-    prompt = "\n".join(f"{m['role']}: {m['content']}" for m in sample["prompt"])
-    facts = " · ".join(f for f in flags if f)
-    return (
-        f"<article><p><b>{reward}</b> <small>{facts}</small></p>"
-        f"<pre class='prompt'>{_shown(prompt)}</pre><pre>{_shown(sample['response'])}</pre></article>"
-    )
-
-
-def _shown(text: str) -> str:
-    cut = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} … ({len(text)} characters)"
-    return (
-        escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in cut)) or "&nbsp;"
-    )
+    return figures(shown) + table(["phase", "share", "median", "total"], rows)
 
 
 def _what(run: Run) -> str:
     """Commands, recipe changes, versions, hardware."""
     commands = "".join(f"<pre>{escape(c)}</pre>" for c in run.commands)
-    changed = [[f"<code>{escape(k)}</code>", _value(v), _value(d)] for k, v, d in run.changed]
+    changed = [[f"<code>{escape(k)}</code>", value(v), value(d)] for k, v, d in run.changed]
     environment = run.environment
     machine = environment["hardware"] if environment else {}
     facts = (
@@ -293,24 +263,14 @@ def _what(run: Run) -> str:
         else []
     )
     facts += [[escape(n), escape(v)] for n, v in environment["packages"].items()] if environment else []
-    facts += [[escape(n.replace("_", " ")), _value(v)] for n, v in machine.items()]
-    return (
-        f"<h3>Command</h3>{commands}<h3>Again, with every value as resolved</h3><pre>{escape(rerun_line(run))}</pre>"
-        f"<h3>Recipe: what is not default</h3>{_table(['key', 'value', 'default'], changed)}"
-        f"<h3>Software and hardware</h3>{_table(['', ''], facts)}"
+    facts += [[escape(n.replace("_", " ")), value(v)] for n, v in machine.items()]
+    again = (
+        "<h3>Again, with every value as resolved</h3>"
+        "<p class='soft'>Relative paths are as seen from where the run was started.</p>"
+        f"<pre>{escape(rerun_line(run))}</pre>"
     )
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "<i class='none'>not set</i>"
-    shown = str(value).lower() if isinstance(value, bool) else str(value)
-    return escape(shown)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{h}</th>" for h in head) if any(head) else ""
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return (
-        f"<div class='wide'><table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>{body}</tbody></table></div>"
+        f"<h3>Command</h3>{commands}{again}"
+        f"<h3>Recipe: what is not default</h3>{table(['key', 'value', 'default'], changed)}"
+        f"<h3>Software and hardware</h3>{table(['', ''], facts)}"
     )
