@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rlctl.errors import ENVIRONMENT, RlctlError
 
-
 _TOLD = "error_told"
 
 
