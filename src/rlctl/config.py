@@ -181,6 +181,9 @@ class Checkpointing:
     metric_name: str | None = None
     """A name in metrics.jsonl, e.g. `val/reward`; a checkpoint of a step without it ranks last."""
     higher_is_better: bool = True
+    optimizer_format: Literal["auto", "same_layout", "reshardable"] = "auto"
+    """`same_layout`: each rank's part, quickest. `reshardable`: whole tensors, from which any layout, number of
+    processes and backend can go on. `auto`: reshardable at the last step, same_layout before."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the processes: the run saves and stops before that, with exit status 130."""
     save_hf: bool = True

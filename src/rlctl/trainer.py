@@ -11,7 +11,7 @@ import difflib
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlctl import eval as evaluation
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
 from rlctl.checkpoint.safetensors import write_model
-from rlctl.config import Recipe, Steps
+from rlctl.config import Checkpointing, Recipe, Steps
 from rlctl.envs.render import Renderer
 from rlctl.errors import RlctlError
 from rlctl.generation.base import EngineProtocol
@@ -125,7 +125,7 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     model_dir = materialize(source, progress=log.say)
     stated = recipe.policy.tokenizer
     tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
-    backend = "megatron" if recipe.policy.megatron_cfg.enabled else "dtensor"
+    backend = _backend(recipe)
     policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference="ref" in algorithm.needs)
     assert recipe.policy.generation.backend is not None
     engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
@@ -156,9 +156,7 @@ def restore(run: Run) -> Progress:
     if checkpoint is not None:
         trainer = train_state.read_trainer(checkpoint)
         identity.check(checkpoint, trainer["identity"], run.identity)
-        local = train_state.load(checkpoint)
-        run.policy.load_state(TrainState(local=local["policy"]))
-        random_state = local["random"]
+        random_state = _load(run, checkpoint, trainer) or random_state
         done = Progress(
             step=trainer["step"],
             saved=trainer["step"],
@@ -175,6 +173,21 @@ def restore(run: Run) -> Progress:
     return done
 
 
+def _load(run: Run, checkpoint: Path, trainer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Give the policy a checkpoint's state; returns the random states of this process, if it has any."""
+    if not train_state.is_reshardable(checkpoint):
+        local = train_state.load(checkpoint)
+        run.policy.load_state(TrainState(local=local["policy"]))
+        return local["random"]
+    run.policy.load_whole_state(train_state.reader(checkpoint), updates=trainer["updates"])
+    before, now = (trainer["backend"], trainer["layout"]), (_backend(run.recipe), _layout(run.policy))
+    if before == now:
+        local = train_state.load(checkpoint)
+        return local["random"]
+    run.log.say(f"saved as {' '.join(before)}, goes on as {' '.join(now)}: weights and optimizer are resharded")
+    return None
+
+
 def save(run: Run, done: Progress) -> None:
     """Write a checkpoint of what is done, unless there is one or the recipe wants none. Collective."""
     recipe, metrics = run.recipe, done.metrics
@@ -182,15 +195,23 @@ def save(run: Run, done: Progress) -> None:
         return
     _check_metric(recipe, metrics)
     trainer = {
-        "layout": str(run.policy.layout),
+        "backend": _backend(recipe),
+        "layout": _layout(run.policy),
+        "updates": run.policy.num_updates,
         "epoch_steps": run.rollouts.order.num_steps(recipe.grpo.max_num_epochs),
         "first_reward": done.first_reward,
         "identity": run.identity,
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
     }
     with run.log.phase("save"):
-        local = {"policy": dict(run.policy.state().local), "random": device.rng_state()}
-        train_state.save(run.run_dir, step=done.step, local=local, trainer=trainer, options=recipe.checkpointing)
+        local: dict[str, Any] = {"random": device.rng_state()}
+        whole: Iterable[tuple[str, train_state.Named]] = ()
+        if _reshardable(recipe.checkpointing, last=done.step == run.rollouts.num_steps):
+            whole = run.policy.whole_state(train_state.CHUNK_BYTES)
+        else:
+            local["policy"] = dict(run.policy.state().local)
+        options = recipe.checkpointing
+        train_state.save(run.run_dir, step=done.step, local=local, trainer=trainer, options=options, whole=whole)
     done.saved = done.step
 
 
@@ -313,6 +334,14 @@ def _due(period: int, step: int, last: int) -> bool:
 
 def _validates(steps: Steps, step: int, last: int) -> bool:
     return (steps.val_period > 0 and step % steps.val_period == 0) or (steps.val_at_end and step == last)
+
+
+def _backend(recipe: Recipe) -> str:
+    return "megatron" if recipe.policy.megatron_cfg.enabled else "dtensor"
+
+
+def _reshardable(options: Checkpointing, *, last: bool) -> bool:
+    return options.optimizer_format == "reshardable" or (options.optimizer_format == "auto" and last)
 
 
 def _layout(policy: PolicyProtocol) -> str:

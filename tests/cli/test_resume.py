@@ -39,14 +39,15 @@ def told(line, capsys):
     return status, out + err
 
 
-def checkpoint(step, *, layout="dp2 tp1", epoch_steps=128):
+def checkpoint(step, *, layout="dp2 tp1", epoch_steps=128, reshardable=False):
     """A checkpoint as far as the launcher looks at it."""
     folder = Path("out") / "checkpoints" / f"step_{step:06d}"
     folder.mkdir(parents=True)
-    text = json.dumps({"step": step, "layout": layout, "epoch_steps": epoch_steps})
+    text = json.dumps({"step": step, "backend": "megatron", "layout": layout, "epoch_steps": epoch_steps})
     (folder / "trainer.json").write_text(text)
     entry = {"bytes": len(text), "xxh3_128": xxhash.xxh3_128(text.encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {"trainer.json": entry}}))
+    entries = {"trainer.json": entry} | ({"policy/whole/main-00000.safetensors": {}} if reshardable else {})
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": entries}))
 
 
 def test_a_directory_with_a_run_is_taken_unless_resume_is_said(started, capsys):
@@ -115,11 +116,23 @@ def test_keys_that_make_the_numbers_are_not_free():
     assert not [k for k in ("grpo.seed", "policy.optimizer.lr", "data.shuffle", "grpo.max_num_epochs") if is_free(k)]
 
 
-def test_another_layout_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ("--procs 1", "was saved as dp2 tp1, this job is dp1 tp1"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=2", "was saved as dp2 tp1, this job is dp1 tp2+sp"),
+        ("--backend dtensor", "was saved as megatron dp2 tp1, this job is dtensor dp2 tp1"),
+    ],
+)
+def test_another_layout_or_backend_is_refused_unless_the_checkpoint_is_reshardable(change, differs, started, capsys):
     run(shlex.split(JOB))
     checkpoint(3)
-    status, text = told(f"{JOB} --resume auto --procs 1", capsys)
-    assert status == 3 and "was saved as dp2 tp1, this job is dp1 tp1" in text
+    status, text = told(f"{JOB} --resume auto {change}", capsys)
+    assert status == 3 and differs in text and "checkpointing.optimizer_format=reshardable" in text
+    assert len(started) == 1
+    checkpoint(4, reshardable=True)
+    assert run(shlex.split(f"{JOB} --resume auto {change}")) == 0
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize(("step", "epoch_steps"), [(9, 128), (4, 4)])

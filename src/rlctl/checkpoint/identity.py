@@ -21,8 +21,21 @@ _BLOCKS = 256  # of a weight file that are hashed: another fine-tune of the same
 _FREE_SECTIONS = ("logger", "checkpointing", "cluster", "run_dir")
 
 
+LAYOUT_KEYS = frozenset(
+    [f"policy.megatron_cfg.{name}" for name in (
+        "enabled", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    )]
+    + [f"policy.dtensor_cfg.{name}" for name in ("enabled", "tensor_parallel_size", "context_parallel_size")]
+    + [f"policy.sequence_packing.{name}_mb_tokens" for name in ("train", "logprob")]
+)  # fmt: skip
+"""What may differ where a checkpoint is reshardable: who computes, not what. launch/resume.py judges that."""
+
+
 def is_free(key: str) -> bool:
     """Whether a recipe's key may change on a resume, e.g. `grpo.max_num_steps`, `logger.tensorboard`."""
+    if key in LAYOUT_KEYS:
+        return True
     section, _, rest = key.partition(".")
     validates = rest == "max_val_samples" or rest.startswith(("val_", "num_val_"))
     return section in _FREE_SECTIONS or (section in ("grpo", "data") and (rest == "max_num_steps" or validates))
@@ -43,6 +56,10 @@ def of_run(recipe: Recipe, model_dir: Path, tokenizer: Any) -> dict[str, str]:
     parts = {"model": _model(model_dir), "tokenizer": _tokenizer(tokenizer), "recipe": _recipe(recipe)}
     if recipe.data.train_path is not None:
         parts["data"] = _file(Path(recipe.data.train_path))
+    if recipe.env.reward is not None:
+        reward = Path(recipe.env.reward.rpartition(":")[0])
+        if reward.is_file():
+            parts["reward function"] = _file(reward)
     return parts
 
 

@@ -7,6 +7,7 @@ fills its slices of a zeroed buffer, and the buffers are summed *as bytes* (a fl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from rlctl.models.base import Shape, WeightRule, padded_vocabulary
 
+Named = tuple[str, torch.Tensor]
 Identity = tuple[str, Shape]  # global name, position on prepended axes
 
 
@@ -112,12 +114,17 @@ class ShardedWeights:
         self, bucket_bytes: int = 1 << 28, to: Literal["all"] | int = "all"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Buckets of whole tensors. Collective: one byte-wise sum over all ranks a bucket."""
+        for gather in self.gatherers(bucket_bytes):
+            yield gather(to)
+
+    def gatherers(self, bucket_bytes: int) -> Iterator[Callable[[Literal["all"] | int], list[Named]]]:
+        """For each bucket, what gathers it to a rank or to all. Collective: every rank calls each, in order."""
         by_identity: dict[Identity, list[Shard]] = {}
         for shard in self.held:
             if shard.main:
                 by_identity.setdefault(shard.identity, []).append(shard)
         for bucket in self._buckets(bucket_bytes):
-            yield self._gather(bucket, by_identity, to)
+            yield functools.partial(self._gather, bucket, by_identity)
 
     def _shape(self, rule: WeightRule) -> Shape:
         if not rule.vocabulary:

@@ -1,8 +1,10 @@
 """Training checkpoints: a directory that appears whole, by one rename, after its manifest is written.
 
 `checkpoints/step_000010/` holds `policy/rank_N.pt` (each rank's part, in the run's layout), `trainer.json` (counters,
-identity, metrics) and `manifest.json` (every file with its size and hash, written last). What is being written or
-removed has another name (`*.partial`), which nothing takes for a checkpoint.
+identity, metrics) and `manifest.json` (every file with its size and hash, written last). A reshardable one has the
+policy's state in `policy/whole/QUANTITY-NNNNN.safetensors` instead, as whole tensors by Hugging Face name, and in
+`policy/rank_N.pt` only what belongs to a process. What is being written or removed has another name (`*.partial`),
+which nothing takes for a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,23 @@ from rlctl.lazy import dist, torch
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
+WHOLE = "policy/whole"
+CHUNK_BYTES = 1 << 28  # of a file of whole tensors, at least one
 METRICS = "metrics.jsonl"
 NOTHING = -1  # for `rewind`: a validation at the start has a line with step 0
 
+Named = Sequence[tuple[str, "torch.Tensor"]]
 Entry = tuple[str, int, str]  # a file's name in the checkpoint, its bytes, its hash
 
 
 def save(
-    run_dir: Path, *, step: int, local: Mapping[str, Any], trainer: Mapping[str, Any], options: Checkpointing
+    run_dir: Path,
+    *,
+    step: int,
+    local: Mapping[str, Any],
+    trainer: Mapping[str, Any],
+    options: Checkpointing,
+    whole: Iterable[tuple[str, Named]] = (),
 ) -> Path:
     """Write the checkpoint of a step and remove those that `options` does not keep. Collective.
 
@@ -43,6 +54,7 @@ def save(
         local: this rank's state: tensors and plain values.
         trainer: the same on every rank, for trainer.json; its `metrics` are what `metric_name` ranks by.
         options: retention.
+        whole: chunks of (quantity, whole tensors); the same number on every rank, empty where another holds them.
 
     Raises:
         RlctlError: on every rank, exit status 3, when a rank cannot write; the checkpoints from before are intact.
@@ -56,10 +68,10 @@ def save(
     def begin() -> None:
         if rank == 0:
             clear(run_dir)
-            (partial / "policy").mkdir(parents=True)
+            (partial / WHOLE).mkdir(parents=True)
 
-    def write() -> Entry:
-        return _write_tensors(partial, f"policy/rank_{rank}.pt", local)
+    def write() -> list[Entry]:
+        return [*_write_whole(partial, whole), _write_tensors(partial, f"policy/rank_{rank}.pt", local)]
 
     def publish(entries: list[Entry]) -> None:
         if rank == 0:
@@ -68,8 +80,11 @@ def save(
                 _sync(run_dir / METRICS)  # a resume keeps its lines up to this step
             files = {name: {"bytes": size, "xxh3_128": digest} for name, size, digest in entries}
             _write_json(partial, MANIFEST, {"step": step, "files": files})
-            for folder in (partial / "policy", partial):
-                _sync(folder)
+            if not any((partial / WHOLE).iterdir()):
+                (partial / WHOLE).rmdir()
+            for folder in (partial / WHOLE, partial / "policy", partial):
+                if folder.exists():
+                    _sync(folder)
             if final.exists():
                 _remove(final)
             partial.rename(final)
@@ -79,7 +94,7 @@ def save(
 
     _together(begin, partial)
     entries = _together(write, partial)
-    _together(lambda: publish(entries), partial)
+    _together(lambda: publish([entry for of_rank in entries for entry in of_rank]), partial)
     return final
 
 
@@ -116,16 +131,41 @@ def load(checkpoint: Path) -> dict[str, Any]:
         RlctlError: a file is missing, has another size or another hash than the manifest says.
     """
     mine = f"policy/rank_{dist.get_rank()}.pt"
-    saved_by = sum(name.startswith("policy/") for name in _manifest(checkpoint))
+    saved_by = sum(name.startswith("policy/rank_") for name in _manifest(checkpoint))
     if saved_by != dist.get_world_size():
         raise RlctlError(
             f"`{checkpoint}` was saved by {saved_by} processes, this run has {dist.get_world_size()}",
-            "resume with as many processes as the checkpoint was saved by",
+            "resume with as many processes; checkpointing.optimizer_format=reshardable frees later checkpoints of it",
             exit_status=ENVIRONMENT,
         )
     _verify(checkpoint, mine)
     # weights_only would refuse optimizer groups; the file is ours, its hash checked
     return torch.load(checkpoint / mine, weights_only=False, map_location="cpu")
+
+
+def is_reshardable(checkpoint: Path) -> bool:
+    """Whether any layout, number of processes and backend can go on from it."""
+    return any(name.startswith(f"{WHOLE}/") for name in _manifest(checkpoint))
+
+
+def reader(checkpoint: Path) -> Callable[[str, str], torch.Tensor]:
+    """(quantity, Hugging Face name) -> whole tensor, of a reshardable checkpoint. Collective: ranks share the hashing.
+
+    Raises:
+        RlctlError: on every rank; a file is not what the manifest says.
+    """
+    from safetensors import safe_open  # imports torch, which dry runs must not
+
+    names = sorted(name for name in _manifest(checkpoint) if name.startswith(f"{WHOLE}/"))
+
+    def verify() -> None:
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            _verify(checkpoint, name)
+
+    _agree(verify)
+    opened = [(Path(n).name.rpartition("-")[0], safe_open(checkpoint / n, framework="pt")) for n in names]
+    places = {(quantity, key): file for quantity, file in opened for key in file.keys()}  # noqa: SIM118  no mapping
+    return lambda quantity, name: places[quantity, name].get_tensor(name)
 
 
 def rewind(run_dir: Path, step: int) -> None:
@@ -178,28 +218,55 @@ def _remove(checkpoint: Path) -> None:
 
 def _together[T](work: Callable[[], T], partial: Path) -> list[T]:
     """Each rank's result; a rank's error is raised by all, after the partial checkpoint is removed. Collective."""
+    try:
+        return _agree(work, partial)
+    except RlctlError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _agree[T](work: Callable[[], T], folder: Path = Path()) -> list[T]:
+    """Each rank's result; a rank's error is raised by all. Collective."""
     mine: tuple[T | None, RlctlError | None] = (None, None)
     try:
         mine = (work(), None)
     except RlctlError as error:
         mine = (None, error)
     except OSError as error:
-        mine = (None, _disk_error(error, partial, 0))
+        mine = (None, _disk_error(error, folder, 0))
     outcomes = [mine] * dist.get_world_size()
     dist.all_gather_object(outcomes, mine)
     errors = [error for _, error in outcomes if error is not None]
     if errors:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
         raise errors[0]
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
+def _write_whole(folder: Path, chunks: Iterable[tuple[str, Named]]) -> list[Entry]:
+    """Write the chunks that this rank holds. After an error it takes the rest all the same: others wait for it."""
+    entries, first = [], None
+    for i, (quantity, tensors) in enumerate(chunks):
+        if tensors and first is None:
+            try:
+                entries.append(_write_tensors(folder, f"{WHOLE}/{quantity}-{i:05d}.safetensors", dict(tensors)))
+            except (RlctlError, OSError) as error:
+                first = error
+    if first is not None:
+        raise first
+    return entries
+
+
 def _write_tensors(folder: Path, name: str, local: Mapping[str, Any]) -> Entry:
+    from safetensors.torch import save as safetensors_bytes  # see `reader`
+
     path = folder / name
     try:
         with path.open("wb") as file:
-            torch.save(dict(local), file)
+            if path.suffix == ".safetensors":
+                file.write(safetensors_bytes({key: value.contiguous() for key, value in local.items()}))
+            else:
+                torch.save(dict(local), file)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:

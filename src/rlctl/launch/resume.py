@@ -56,10 +56,13 @@ def find(run_dir: Path, resolved: Resolved, *, mode: Mode) -> Start | None:
 
 def _start(run_dir: Path, checkpoint: Path, resolved: Resolved) -> Start:
     saved = train_state.read_trainer(checkpoint)
-    if saved["layout"] != str(resolved.layout):
+    before, now = (saved["backend"], saved["layout"]), (resolved.backend, str(resolved.layout))
+    if before != now and not train_state.is_reshardable(checkpoint):
+        shown = [" ".join(side) if before[0] != now[0] else side[1] for side in (before, now)]
         raise RlctlError(
-            f"`{checkpoint}` was saved as {saved['layout']}, this job is {resolved.layout}",
-            "resume with the processes and degrees of the checkpoint",
+            f"`{checkpoint}` was saved as {shown[0]}, this job is {shown[1]}",
+            "resume with the processes, degrees and backend of the checkpoint; the last one of a run, and all with "
+            "checkpointing.optimizer_format=reshardable, go on in any",
             exit_status=ENVIRONMENT,
         )
     last = min(resolved.recipe.grpo.max_num_steps, saved["epoch_steps"])

@@ -7,7 +7,7 @@ A backend's file defines `Policy`, built as `Policy(recipe, model_dir)` inside a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -67,6 +67,27 @@ class PolicyProtocol(Protocol):
 
     def load_state(self, state: TrainState) -> None:
         """Set what `state` gave, in the same layout."""
+        ...
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far. Collective."""
+        ...
+
+    def whole_state(self, bucket_bytes: int) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+        """All that an update changes, free of the layout: chunks of (quantity, [(Hugging Face name, whole tensor)]).
+
+        Collective; each chunk is on one rank, in turn, and empty on the others. See policy/resharding.py.
+        """
+        ...
+
+    def load_whole_state(self, read: Callable[[Any, str], torch.Tensor], *, updates: int) -> None:
+        """Set what `whole_state` gave, in this layout.
+
+        Args:
+            read: (quantity, Hugging Face name) -> whole tensor, on the host.
+            updates: `num_updates` when it was saved.
+        """
         ...
 
     def offload(self, what: Offloadable) -> None:

@@ -11,6 +11,7 @@ All tp ranks of a dp rank do the same work on the same microbatches.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.config import PolicySection, Recipe
 from rlctl.errors import RlctlError
 from rlctl.parallel import layout_of
-from rlctl.policy import dtensor_model
+from rlctl.policy import dtensor_model, resharding
 from rlctl.policy.base import Offloadable, TrainState
 from rlctl.policy.dtensor_weights import Weights
 from rlctl.policy.logprobs import token_logprobs
@@ -215,6 +216,42 @@ class Policy:
                     key: value.clone() if key == "step" else _like(shard, value) for key, value in saved.items()
                 }
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far. Collective."""
+        return resharding.updates_of(self.optimizer.state.values(), self.optimizer.param_groups)
+
+    @torch.no_grad()
+    def whole_state(self, bucket_bytes: int) -> Iterator[resharding.Chunk]:
+        """See policy/base.py."""
+        named = list(dtensor_model.named_parameters(self.model))
+        buckets = list(_buckets(named, bucket_bytes))
+        for quantity in ("main", *(resharding.MOMENTS if self.num_updates else ())):
+            gatherers = [functools.partial(self._gather, bucket, quantity) for bucket in buckets]
+            yield from resharding.spread(quantity, gatherers)
+
+    def _gather(
+        self, bucket: list[tuple[str, DTensor]], quantity: resharding.Quantity, to: int
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The whole tensors of a bucket, on one rank."""
+        found = []
+        for name, shard in bucket:
+            value = shard if quantity == "main" else self.optimizer.state[shard][quantity]  # type: ignore[index]
+            whole = value.full_tensor()
+            if to == dist.get_rank():
+                found.append((name, whole.detach()))
+        return found
+
+    @torch.no_grad()
+    def load_whole_state(self, read: resharding.Read, *, updates: int) -> None:
+        """See policy/base.py."""
+        for name, shard in dtensor_model.named_parameters(self.model):
+            shard.to_local().copy_(resharding.local_part(shard, read("main", name)))
+            self.optimizer.state.pop(shard, None)  # type: ignore[call-overload]
+            if updates:
+                moments = {q: _like(shard, resharding.local_part(shard, read(q, name))) for q in resharding.MOMENTS}
+                self.optimizer.state[shard] = {"step": torch.tensor(float(updates)), **moments}  # type: ignore[index]
+
     def offload(self, what: Offloadable) -> None:
         """To the host; nothing to do where the host computes."""
         if device.is_accelerated():
@@ -248,6 +285,20 @@ class Policy:
         finally:
             for shard, value in zip(self._shards(), kept, strict=True):
                 shard.to_local().copy_(value)
+
+
+def _buckets(named: list[tuple[str, DTensor]], limit: int) -> Iterator[list[tuple[str, DTensor]]]:
+    """Parameters of together at most `limit` bytes in fp32, or one."""
+    bucket: list[tuple[str, DTensor]] = []
+    size = 0
+    for name, shard in named:
+        if bucket and size + 4 * shard.numel() > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, shard))
+        size += 4 * shard.numel()
+    if bucket:
+        yield bucket
 
 
 OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from rlctl.errors import RlctlError
 from rlctl.models.base import HfConfig
 from rlctl.models.build import TORCH_DTYPES, build_model
 from rlctl.parallel import Layout, layout_of
+from rlctl.policy import resharding
 from rlctl.policy.base import Offloadable, TrainState
 from rlctl.policy.context import Part, part_of, whole
 from rlctl.policy.logprobs import token_logprobs
@@ -169,11 +171,20 @@ class Policy:
         The distributed optimizer leaves each data-parallel rank its part of the reduced gradient buffer; the parts are
         gathered first, then the buffer's views take the place of the weights in `weights`.
         """
+        self._share_gradients()
+        for named in self._gradient_weights().whole():
+            yield from named
+
+    def _share_gradients(self) -> None:
+        """Each data-parallel rank's part of the gradient buffers to all."""
         for group in self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups:
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
                 own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+
+    def _gradient_weights(self) -> ShardedWeights:
+        """What lies where the gradients do, seen as weights; writing to its shards writes there."""
         parameters: list[Any] = list(self.model.parameters())
         kept = [p.data for p in parameters]
         for parameter in parameters:
@@ -181,9 +192,7 @@ class Policy:
         held = shards(self.model)
         for parameter, weight in zip(parameters, kept, strict=True):
             parameter.data = weight
-        source = dataclasses.replace(self.weights(), held=held, dtype=torch.float32)
-        for named in source.whole():
-            yield from named
+        return dataclasses.replace(self.weights(), held=held, dtype=torch.float32)
 
     def state(self) -> TrainState:
         """This rank's parameters, fp32 main parameters and Adam state, in this layout."""
@@ -212,6 +221,36 @@ class Policy:
                 for parameter, saved in zip(flat, main, strict=True):
                     parameter.copy_(saved)
         self._reference = state.local["reference"]
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far. Collective."""
+        inner = [o.optimizer for o in self._optimizers()]
+        return resharding.updates_of(
+            [state for o in inner for state in o.state.values()], [group for o in inner for group in o.param_groups]
+        )
+
+    def whole_state(self, bucket_bytes: int) -> Iterator[resharding.Chunk]:
+        """See policy/base.py."""
+        wrappers = self._optimizers()
+        for quantity in ("main", *(resharding.MOMENTS if self.num_updates else ())):
+            self.ddp.zero_grad_buffer()
+            resharding.fill(wrappers, quantity)
+            self._share_gradients()
+            yield from resharding.spread(quantity, self._gradient_weights().gatherers(bucket_bytes))
+        self.ddp.zero_grad_buffer()
+
+    def load_whole_state(self, read: resharding.Read, *, updates: int) -> None:
+        """See policy/base.py."""
+        wrappers = self._optimizers()
+        if updates:
+            resharding.begin_moments(wrappers, updates)
+        for quantity in ("main", *(resharding.MOMENTS if updates else ())):
+            self.ddp.zero_grad_buffer()
+            load_whole(self._gradient_weights().held, self.rules, functools.partial(read, quantity))
+            resharding.take(wrappers, quantity)
+        self.ddp.zero_grad_buffer()
+        load_whole(shards(self.model), self.rules, functools.partial(read, "main"))
 
     def offload(self, what: Offloadable) -> None:
         """Nothing to free on a host; on a device the optimizer state and weights move to the CPU."""
