@@ -33,6 +33,10 @@ from rlctl.types import Prompt, Rollout
 SEED_STEP = 0  # training counts from 1: no training sample shares its seed with a held-out one
 SAMPLES_FILE, SETTINGS_FILE, RESULTS_FILE = "samples.jsonl", "eval.json", "results.json"
 IDENTITY_FILE = "identity.json"
+EXPORT_FILE = "export.json"
+"""In the directory of an export job (export.py): {"checkpoint": PATH}."""
+HF = "hf"
+"""The exported model, in a run directory or in a checkpoint."""
 PART_SAMPLES = 256  # of one engine between two writes of samples.jsonl
 
 
@@ -47,6 +51,8 @@ class Settings:
     """Of each prompt."""
     pass_reward: float = 1.0
     """A sample with at least this reward is correct."""
+    step: int | None = None
+    """Of the run that `target` is."""
 
 
 def validate(rollouts: Colocated) -> dict[str, float]:

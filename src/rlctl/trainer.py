@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlctl import device, plugins
+from rlctl import device, export, plugins
 from rlctl import eval as evaluation
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
-from rlctl.checkpoint.safetensors import write_model
 from rlctl.config import Checkpointing, Recipe, Steps
 from rlctl.envs.render import Renderer
 from rlctl.errors import RlctlError
@@ -105,7 +104,7 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
         longest = max(longest, time.monotonic() - began)
     if recipe.checkpointing.save_hf:
         with log.phase("export"):
-            export(run)
+            export.write(run.policy, run_dir / evaluation.HF, model_dir=run.model_dir, tokenizer=run.tokenizer)
     log.say(f"reward {done.first_reward:.3f} at step 1, {done.metrics['rollout/reward']:.3f} at step {done.step}")
     log.say(
         (f"model  {run_dir / 'hf'}\n" if recipe.checkpointing.save_hf else "") + f"look   rlctl runs show {run_dir}"
@@ -308,18 +307,6 @@ def validate(run: Run, step: int) -> dict[str, float]:
         write_rollouts(run.run_dir / "validation" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
     run.log.say(f"validation after step {step}: reward {metrics['val/reward']:.3f}")
     return metrics
-
-
-def export(run: Run) -> None:
-    """Write the policy as a Hugging Face directory, `hf/` of the run."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(run.run_dir / "hf", ignore_errors=True)
-        write_model(run.run_dir / "hf", run.policy.weights().whole(to=0), source=run.model_dir)
-        run.tokenizer.save_pretrained(run.run_dir / "hf")
-    else:
-        for _ in run.policy.weights().whole(to=0):
-            pass
-    dist.barrier()
 
 
 def _updates(recipe: Recipe) -> int:

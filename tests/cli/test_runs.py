@@ -199,7 +199,8 @@ def _doc_lines():
 
 
 RESULTS = {
-    "target": "m", "task": "t", "samples": 1, "pass_reward": 1.0, "prompts": 1, "reward_parts": {}, "pass_at_k": {},
+    "target": "m", "task": "t", "step": None, "samples": 1, "pass_reward": 1.0, "prompts": 1, "reward_parts": {},
+    "pass_at_k": {},
     "reward": {"value": 1.0, "low": 0.0, "high": 1.0, "method": "wilson", "prompts": 1},
     "response_tokens": 1.0, "truncated_share": 0.0, "invalid": 0,
 }  # fmt: skip

@@ -45,7 +45,9 @@ def evaluate(  # noqa: PLR0913, PLR0917  one parameter an option
     ] = 1.0,
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="last|best|STEP", rich_help_panel="Job", help="Which export of a run. Default: last."),
+        typer.Option(
+            metavar="last|best|STEP", rich_help_panel="Job", help="Which step of a run that it saved. Default: last."
+        ),
     ] = None,
     recipe_dir: options.RecipeDir = None,
     procs: options.Procs = None,
@@ -62,7 +64,8 @@ def evaluate(  # noqa: PLR0913, PLR0917  one parameter an option
     debug: options.Debug = False,
 ) -> int:
     """Measure a model on held-out prompts: mean reward and pass@k with 95 % intervals."""
-    from rlctl.cli import job  # see cli/train.py
+    from rlctl import device  # see cli/train.py
+    from rlctl.cli import job
     from rlctl.launch import evaluation
 
     found = evaluation.find_target(target, checkpoint)
@@ -72,6 +75,9 @@ def evaluate(  # noqa: PLR0913, PLR0917  one parameter an option
             f"`{target}` is a model, and no task is named",
             f"give `--tasks` ({evaluation.known_tasks()}), or `--recipe`",
         )
+    if found.step is not None:
+        output.note(f"step     {found.step}, {found.why}")
+        evaluation.export(found, device.probe())
     parent = run_dir or _default_directory(found)
     here = [] if gpus_per_node is not None else ["cluster.gpus_per_node=null"]  # where it trained is no matter
     results: list[dict[str, Any]] = []
@@ -82,7 +88,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one parameter an option
             procs=procs, nodes=nodes or 1, gpus_per_node=gpus_per_node, launcher=launcher or "local",
             run_dir=parent / task.replace(":", "-") if task is not None and len(chosen) > 1 else parent,
         )  # fmt: skip
-        settings = {"target": target, "samples": samples, "pass_reward": pass_reward}
+        settings = {"target": target, "samples": samples, "pass_reward": pass_reward, "step": found.step}
         results.append(_one(request, settings, arguments=context.obj))
         if not json:
             output.data(text(results[-1]))
@@ -169,7 +175,7 @@ def _task_name(environment: str, options_: Any) -> str:
 def text(results: dict[str, Any]) -> str:
     """The results for people."""
     rows = [
-        ("model", results["target"]),
+        ("model", results["target"] + ("" if results["step"] is None else f", step {results['step']}")),
         ("task", results["task"]),
         ("samples", f"{results['samples']} of each of {results['prompts']} held-out prompts"),
         ("reward", _interval(results["reward"])),

@@ -1,6 +1,6 @@
 """`rlctl eval` until workers start: what is evaluated, on which task, where the samples go.
 
-1. A target is a run (its exported model, its recipe), or a model by name or directory.
+1. A target is a run (a checkpoint of it or its exported model, and its recipe), or a model by name or directory.
 2. Each task becomes a resolved job of its own. No policy is built, so the training layout of the recipe is set aside.
 3. The directory gets recipe.yaml and eval.json, or is an earlier evaluation that is the same and goes on.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from typing import Any
 import yaml
 
 from rlctl import plugins
+from rlctl.checkpoint import train_state
 from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
-from rlctl.eval import RESULTS_FILE, SETTINGS_FILE, Settings, write_whole
-from rlctl.launch import failure, needs, run_directory
+from rlctl.eval import EXPORT_FILE, HF, RESULTS_FILE, SETTINGS_FILE, Settings, write_whole
+from rlctl.launch import failure, local, needs, run_directory
 from rlctl.recipe import compose
 from rlctl.recipe.derive import Resolved
+from rlctl.report.run import Run
 
 OVERRIDES = (  # of every evaluation: nothing is trained, and held-out prompts are asked for
     "policy.megatron_cfg.enabled=false",
@@ -39,23 +42,27 @@ OVERRIDES = (  # of every evaluation: nothing is trained, and held-out prompts a
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is evaluated, e.g. Target(model="runs/a/hf", recipe="runs/a/recipe.yaml", run=Path("runs/a"))."""
+    """What is evaluated, e.g. Target(model="runs/a/hf", recipe="runs/a/recipe.yaml", run=Path("runs/a"), step=40)."""
 
     model: str
     recipe: str | None
     """The run's own."""
     run: Path | None
+    step: int | None
+    """Of the run."""
+    why: str = ""
+    """How the step was chosen, for people."""
 
 
 def find_target(text: str, checkpoint: str | None) -> Target:
-    """The model behind MODEL_OR_RUN.
+    """The model behind MODEL_OR_RUN. A checkpoint's may have to be exported first: see `export`.
 
     Args:
         text: a run directory, else what `--model` takes.
         checkpoint: of a run: `last`, `best` or a step; None = last.
 
     Raises:
-        RlctlError: the run has no such export, or a model is asked for a checkpoint.
+        RlctlError: the run has no such checkpoint, or a model is asked for one.
     """
     run = Path(text)
     if not (run / "recipe.yaml").is_file():
@@ -64,52 +71,93 @@ def find_target(text: str, checkpoint: str | None) -> Target:
                 f"`--checkpoint {checkpoint}` is for runs, and `{text}` is none",
                 "leave it out, or give a run directory",
             )
-        return Target(model=text, recipe=None, run=None)
+        if (inside := re.fullmatch(r"(.+)/checkpoints/step_0*(\d+)/?", text)) and run.is_dir():
+            raise RlctlError(f"`{text}` is a checkpoint of a run", f"write `{inside[1]} --checkpoint {inside[2]}`")
+        return Target(model=text, recipe=None, run=None, step=None)
     if (run / SETTINGS_FILE).is_file():
         raise RlctlError(f"`{text}` is an evaluation, not a run", f"evaluate what it did: {_target_of(run)}")
-    exports = _exports(run)
-    if not exports:
+    models = _models(run)
+    if not models:
         raise RlctlError(
-            f"run `{text}` has no exported model",
-            "let it end with checkpointing.save_hf on; an export is written at the end of a run",
+            f"run `{text}` has no checkpoint and no exported model",
+            "let it save one (checkpointing.save_period), or let it end with checkpointing.save_hf on",
         )
-    return Target(model=str(_chosen(run, exports, checkpoint or "last")), recipe=str(run / "recipe.yaml"), run=run)
+    step, why = _chosen(run, models, checkpoint or "last")
+    return Target(model=str(models[step]), recipe=str(run / "recipe.yaml"), run=run, step=step, why=why)
 
 
 def _target_of(folder: Path) -> str:
     return json.loads((folder / SETTINGS_FILE).read_text())["target"]
 
 
-def _exports(run: Path) -> dict[int, Path]:
-    """Step -> Hugging Face directory."""
-    found = {int(p.parent.name[5:]): p for p in run.glob("checkpoints/step_*/hf") if (p / "config.json").is_file()}
-    if (run / "hf" / "config.json").is_file():
-        found[max(run_metrics(run), default=0)] = run / "hf"
-    return found
+def _models(run: Path) -> dict[int, Path]:
+    """Step -> its Hugging Face directory, which for a checkpoint may not be there yet."""
+    found = {int(p.name[5:]): p / HF for p in train_state.complete(run)}
+    if (run / HF / "config.json").is_file():
+        found[Run(run).steps] = run / HF
+    return dict(sorted(found.items()))
 
 
-def run_metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its line of metrics.jsonl, in order."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.is_file() else []
-    return {row["step"]: row for row in map(json.loads, lines)}
-
-
-def _chosen(run: Path, exports: dict[int, Path], checkpoint: str) -> Path:
+def _chosen(run: Path, models: dict[int, Path], checkpoint: str) -> tuple[int, str]:
     if checkpoint == "last":
-        return exports[max(exports)]
+        return max(models), "the last one"
     if checkpoint == "best":
-        metrics = run_metrics(run)
-        scored = {s: metrics[s].get("val/reward", metrics[s].get("rollout/reward")) for s in exports if s in metrics}
-        return exports[max(scored, key=lambda s: (scored[s] is not None, scored[s], s))]
+        return _best(Run(run), list(models))
     if not re.fullmatch(r"\d+", checkpoint):
         raise RlctlError(f"`--checkpoint {checkpoint}` is no step", "give `last`, `best` or a number")
-    if int(checkpoint) not in exports:
+    if int(checkpoint) not in models:
         raise RlctlError(
-            f"run `{run}` has no exported model of step {checkpoint}",
-            f"exported steps: {', '.join(map(str, sorted(exports)))}",
+            f"run `{run}` has no checkpoint of step {checkpoint}", f"steps that it has: {', '.join(map(str, models))}"
         )
-    return exports[int(checkpoint)]
+    return int(checkpoint), "as asked"
+
+
+def _best(run: Run, steps: Sequence[int]) -> tuple[int, str]:
+    """By checkpointing.metric_name, else validation reward, else training reward; never one against the other."""
+    options = run.recipe["checkpointing"]
+    stated = [options["metric_name"]] if options["metric_name"] else ["val/reward", "rollout/reward"]
+    for name in stated:
+        sign = -1.0 if options["metric_name"] and not options["higher_is_better"] else 1.0
+        scored = {step: value for step, value in run.series(name) if step in steps}
+        if scored:
+            best = max(scored, key=lambda s: (sign * scored[s], s))
+            others = ", ".join(map(str, sorted(scored)))
+            return best, f"best {name}: {scored[best]:.4g}, of steps {others}"
+    raise RlctlError(
+        f"run `{run.path}` logged no {' and no '.join(stated)} at a step that it kept ({', '.join(map(str, steps))})",
+        "give a step: `--checkpoint N`",
+    )
+
+
+def export(target: Target, hardware: Hardware) -> None:
+    """Make sure that a run's model is there: a checkpoint's is written into it, by as many processes as saved it.
+
+    Raises:
+        RlctlError: this machine cannot run the checkpoint's layout, or the job failed or was stopped.
+    """
+    folder = Path(target.model)
+    if target.run is None or (folder / "config.json").is_file():
+        return
+    assert target.recipe is not None
+    recipe = compose.load_resolved(Path(target.recipe))
+    gpus, procs = recipe.cluster.gpus_per_node, recipe.cluster.procs
+    if recipe.cluster.num_nodes > 1 or (gpus or 0) > hardware.gpus:
+        raise RlctlError(
+            f"step {target.step} of `{target.run}` is not exported, and its checkpoint needs "
+            f"{recipe.cluster.num_nodes} nodes with {gpus or procs} processes each, as it was saved",
+            "evaluate where it was trained, or an exported model: `hf/` of a run that ended",
+            exit_status=ENVIRONMENT,
+        )
+    job = target.run / "eval" / f"export_{folder.parent.name}"
+    (job / "logs").mkdir(parents=True, exist_ok=True)
+    write_whole(job / run_directory.RECIPE, Path(target.recipe).read_text())
+    write_whole(job / EXPORT_FILE, json.dumps({"checkpoint": str(folder.parent)}) + "\n")
+    processes = gpus or procs
+    assert processes is not None
+    status = local.run(job, processes=processes, has_gpus=gpus is not None)
+    if status:
+        raise RlctlError("interrupted", "give the same line again", exit_status=status)
+    shutil.rmtree(job)
 
 
 def task_overrides(task: str) -> list[str]:

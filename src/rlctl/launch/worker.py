@@ -56,7 +56,8 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         recipe = load_resolved(run_dir / run_directory.RECIPE)  # rank 0 is here: what it wrote for this start is there
         stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
         log = RunLog(run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console)
-        from rlctl.eval import SETTINGS_FILE, evaluate
+        from rlctl.eval import EXPORT_FILE, SETTINGS_FILE, evaluate
+        from rlctl.export import of_checkpoint
         from rlctl.report import page as report
         from rlctl.report.run import Run
         from rlctl.trainer import train
@@ -64,6 +65,8 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         finished = True
         if (run_dir / SETTINGS_FILE).is_file():
             evaluate(recipe, run_dir, log)
+        elif (run_dir / EXPORT_FILE).is_file():
+            of_checkpoint(recipe, run_dir, log)
         else:
             finished = train(recipe, run_dir, log, stop=stop)
             if rank == 0:

@@ -200,8 +200,11 @@ def _evaluations(run: Run) -> str:
     for result in run.evaluations:
         at_k = " &nbsp; ".join(f"@{k} {_interval(value)}" for k, value in result["pass_at_k"].items())
         where = f"{run.name}/{Path(result['path']).relative_to(run.path)}"
-        rows.append([escape(result["task"]), str(result["samples"]), _interval(result["reward"]), at_k, escape(where)])
-    head = ["evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
+        step = "" if result["step"] is None else str(result["step"])
+        rows.append(
+            [step, escape(result["task"]), str(result["samples"]), _interval(result["reward"]), at_k, escape(where)]
+        )
+    head = ["step", "evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
     return table(head, rows)
 
 
