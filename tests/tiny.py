@@ -19,7 +19,12 @@ def config(kind: str, **overrides: Any) -> Any:
     if kind == "qwen3_moe":
         fields |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
         fields |= dict(decoder_sparse_step=1, mlp_only_layers=[])
+    if kind == "mistral":
+        fields |= dict(sliding_window=None)
+    if kind == "mixtral":
+        fields |= dict(num_local_experts=4, num_experts_per_tok=2)
     classes = {
+        "mistral": transformers.MistralConfig, "mixtral": transformers.MixtralConfig,
         "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config, "qwen3_moe": transformers.Qwen3MoeConfig,
     }  # fmt: skip

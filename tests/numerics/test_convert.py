@@ -7,10 +7,13 @@ import json
 import pytest
 import torch
 
-from rlctl.checkpoint import safetensors, torch_dist
+from rlctl.checkpoint import logits, safetensors, torch_dist
 from rlctl.checkpoint.convert import Conversion, Options
+from rlctl.checkpoint.verify import tensors_of
 from rlctl.checkpoint.views import open_view
 from rlctl.errors import RlctlError
+from rlctl.models.materialize import materialize
+from rlctl.models.resolve import num_parameters, resolve
 from tests import distributed, tiny
 
 CASES = [
@@ -22,6 +25,8 @@ CASES = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"num_hidden_layers": 3}),
     ("qwen3_moe", {"tie_word_embeddings": True}),
+    ("mistral", {"vocab_size": 251}),
+    ("mixtral", {}),
 ]
 
 
@@ -77,6 +82,21 @@ def test_there_and_back_every_bit_is_the_same(kind, overrides, dtype, tmp_path):
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_stacked_on_disk_are_the_same_model_and_come_back_stacked(kind, tmp_path):
+    """Both layouts that transformers writes of one model convert to the same tensors."""
+    model = tiny.model(kind)
+    for name, original in (("apart", True), ("stacked", False)):
+        model.save_pretrained(tmp_path / name, save_original_format=original)
+        convert(tmp_path / name, tmp_path / f"{name}-mcore", "mcore")
+        convert(tmp_path / f"{name}-mcore", tmp_path / f"{name}-back", "hf", shard_bytes=50_000)
+        assert stored(tmp_path / name) == stored(tmp_path / f"{name}-back")
+    assert stored(tmp_path / "apart").keys() != stored(tmp_path / "stacked").keys()
+    views = [open_view(tmp_path / name) for name in ("apart", "stacked", "apart-mcore", "stacked-mcore")]
+    first, *others = [tensors_of(view) for view in views]
+    assert all(other == first for other in others)
+
+
 def test_transformers_loads_what_came_back(tmp_path):
     import transformers
 
@@ -118,6 +138,39 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
     with pytest.raises(RlctlError, match="differs from `model.embed_tokens.weight`"):
         convert(source, tmp_path / "mcore", "mcore")
     assert not (tmp_path / "mcore").exists()
+
+
+@pytest.mark.slow
+def test_a_converted_directory_is_a_model_and_is_converted_back_once(tmp_path, monkeypatch):
+    """What `--model DST` reads: the Hugging Face view, in the cache."""
+    monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "cache"))
+    source = tiny.save("qwen3", tmp_path / "source")
+    convert(source, tmp_path / "mcore", "mcore")
+    model = resolve(str(tmp_path / "mcore"))
+    assert model.config == json.loads((source / "config.json").read_text())
+    folder = materialize(model)
+    assert stored(folder) == stored(source)
+    written = folder.stat().st_mtime_ns
+    assert materialize(model) == folder
+    assert folder.stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_a_converted_directory_that_changed_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "cache"))
+    convert(tiny.save("qwen3", tmp_path / "source"), tmp_path / "mcore", "mcore")
+    flip(next((tmp_path / "mcore" / torch_dist.ITERATION).glob("*.distcp")), open_view(tmp_path / "source"))
+    with pytest.raises(RlctlError, match=r"first `model\.norm\.weight`") as caught:
+        materialize(resolve(str(tmp_path / "mcore")))
+    assert caught.value.exit_status == 4
+
+
+def flip(path, view):
+    """One bit of the final norm."""
+    content, value = bytearray(path.read_bytes()), view.reader.get("model.norm.weight").numpy().tobytes()
+    assert content.count(value) == 1
+    content[content.index(value)] ^= 1
+    path.write_bytes(content)
 
 
 def test_rotary_buffers_are_left_out_and_listed(tmp_path):
@@ -182,6 +235,20 @@ def test_what_megatron_saved_exports_with_the_bits_it_was_given(pairs, kind, tmp
         distributed.run("tests.numerics.convert_steps:save_by_megatron", 2, source, str(saved), degrees, metadata)
         convert(saved, tmp_path / f"back{i}", "hf", like=type(tmp_path)(source))
         assert stored(type(tmp_path)(source)) == stored(tmp_path / f"back{i}")
+
+
+@pytest.mark.slow
+def test_logits_of_both_models_are_compared_whole_or_in_their_first_layers(tmp_path):
+    """A wrong model is found with any number of layers; the check says how many it ran."""
+    source, other = (tiny.save("mixtral", tmp_path / str(seed), seed=seed) for seed in range(2))
+    report = convert(source, tmp_path / "mcore", "mcore", verify="logits", dtype="bfloat16")
+    assert (report.logits.layers, report.logits.of_layers) == (2, 2)
+    assert report.logits.error < 1e-5
+    convert(other, tmp_path / "other", "mcore")
+    enough_for_one = int(1.5 * 4 * 1.4 * num_parameters(tiny.config("mixtral", num_hidden_layers=1).to_dict()))
+    with pytest.raises(RlctlError, match="logits of 1 of 2 layers differ") as caught:
+        logits.check(source, tmp_path / "other", dtype=None, available=enough_for_one)
+    assert caught.value.exit_status == 4
 
 
 def test_a_record_that_is_damaged_or_missing_is_named(tmp_path):

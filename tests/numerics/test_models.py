@@ -10,7 +10,7 @@ from rlctl.errors import RlctlError
 from rlctl.models import base
 from tests import tiny
 
-KINDS = ["llama", "qwen2", "qwen3"]
+KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def rules_of(kind, **overrides):
@@ -28,7 +28,7 @@ def test_each_tensor_of_transformers_is_in_one_rule_with_its_shape(kind, tied):
     assert stated == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "mixtral"])
 def test_no_source_and_no_target_is_written_twice(kind):
     rules = rules_of(kind)
     sources = [name for rule in rules for name in rule.sources]
@@ -69,6 +69,24 @@ def test_what_the_mapping_would_drop_is_refused_by_name(field, value, named):
     with pytest.raises(RlctlError, match=named):
         plugins.load("model", "llama").transformer_config(config)
         base.rope(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("mistral", {"sliding_window": 4096}, "`sliding_window: 4096`"),
+        ("mistral", {"sliding_window": "absent"}, "lacks `sliding_window`"),  # transformers assumes 4096
+        ("mistral", {"num_key_value_heads": "absent"}, "lacks `num_key_value_heads`"),  # transformers assumes 8
+        ("mixtral", {"sliding_window": 4096}, "`sliding_window: 4096`"),
+        ("mixtral", {"num_experts_per_tok": "absent"}, "lacks `num_experts_per_tok`"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "`router_jitter_noise: 0.1`"),
+        ("mixtral", {"rope_parameters": "absent"}, "lacks `rope_theta`"),  # transformers assumes 1e6
+    ],
+)  # fmt: skip
+def test_what_mistral_and_mixtral_leave_open_is_refused_by_name(kind, change, named):
+    config = tiny.config(kind).to_dict() | change
+    with pytest.raises(RlctlError, match=named):
+        plugins.load("model", kind).transformer_config({k: v for k, v in config.items() if v != "absent"})
 
 
 @pytest.mark.parametrize("parameters", [

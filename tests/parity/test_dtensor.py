@@ -10,6 +10,7 @@ from tests.parity import dtensor_steps, oracle
 
 TOLERANCE = 1e-5
 MODELS = [(kind, tied) for kind in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+MODELS.append(("mistral", False))
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 OVERRIDES = {
     "llama": dict(rope_parameters=LLAMA3_ROPE | dict(original_max_position_embeddings=64)),
@@ -28,7 +29,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
         name_of(kind, tied): tiny.save(
-            kind, root / name_of(kind, tied), seed=i, tie_word_embeddings=tied, **OVERRIDES[kind]
+            kind, root / name_of(kind, tied), seed=i, tie_word_embeddings=tied, **OVERRIDES.get(kind, {})
         )
         for i, (kind, tied) in enumerate(MODELS)
     }

@@ -20,9 +20,11 @@ MODELS = {  # name -> kind and what differs from tests/tiny.py and OVERRIDES
     "qwen2": ("qwen2", {}), "qwen2-tied": ("qwen2", TIED),
     "qwen3": ("qwen3", {}), "qwen3-tied": ("qwen3", TIED),
     "qwen3_moe": ("qwen3_moe", {}), "qwen3_moe-tied": ("qwen3_moe", TIED),
+    "mistral": ("mistral", {}), "mixtral": ("mixtral", {}),
     "llama-deep": ("llama", DEEP), "qwen2-tied-deep": ("qwen2", TIED | DEEP),
 }  # fmt: skip
-DENSE = [name for name in MODELS if "moe" not in name and "deep" not in name]
+DENSE = [name for name in MODELS if name.startswith(("llama", "qwen2", "qwen3")) and "_moe" not in name]
+DENSE = [name for name in DENSE if "deep" not in name]
 TP = dict(tp=2, sp=True)
 
 
@@ -31,9 +33,11 @@ def cases(world: int, models: list[str], *degrees: dict, **options) -> list[Case
 
 
 CASES = {
-    1: cases(1, [*DENSE, "qwen3_moe"], {}),
+    1: cases(1, [*DENSE, "mistral", "qwen3_moe", "mixtral"], {}),
     2: cases(2, DENSE, {}, dict(tp=2), TP, dict(cp=2), dict(pp=2))
-    + cases(2, ["qwen3_moe"], dict(ep=2), TP | dict(ep=2), TP | dict(etp=2), dict(pp=2), dict(cp=2)),
+    + cases(2, ["qwen3_moe"], dict(ep=2), TP | dict(ep=2), TP | dict(etp=2), dict(pp=2), dict(cp=2))
+    + cases(2, ["mistral"], TP)
+    + cases(2, ["mixtral"], TP | dict(ep=2)),
     4: cases(4, ["llama-deep"], dict(pp=4), TP | dict(cp=2), dict(cp=4), dict(pp=2, cp=2))
     + cases(4, ["qwen2-tied-deep"], dict(pp=4), TP | dict(pp=2), dict(pp=2))
     + cases(4, ["qwen3_moe-tied"], dict(ep=4), TP | dict(ep=2), dict(pp=2, ep=2))
@@ -81,17 +85,20 @@ def wanted(folders):
     return made
 
 
-def as_on_disk(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_on_disk(named: dict[str, torch.Tensor], *, mixtral: bool) -> dict[str, torch.Tensor]:
     """Transformers stacks experts in memory, [E, 2f, h] and [E, h, f]; files hold them one by one."""
     found = {}
+    renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if mixtral else {}
     for name, tensor in named.items():
         stem, _, stacked = name.rpartition(".")
+        stem = stem.replace(".mlp.", ".block_sparse_moe.") if mixtral else stem
         if not stem.endswith(".experts"):
-            found[name] = tensor
+            found[f"{stem}.{stacked}"] = tensor
             continue
         for expert, one in enumerate(tensor):
             parts = one.chunk(2) if stacked == "gate_up_proj" else [one]
             names = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            names = [renamed.get(n, n) for n in names]
             found |= {f"{stem}.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
     return found
 
@@ -121,7 +128,7 @@ def test_loss_and_gradient_norm_are_those_of_autograd(results, wanted):
 
 def test_every_gradient_is_that_of_autograd(results, wanted):
     for case, one in results.items():
-        want = as_on_disk(wanted[case.model, case.sequences][0].gradients)
+        want = as_on_disk(wanted[case.model, case.sequences][0].gradients, mixtral=case.model == "mixtral")
         assert set(one["gradients"]) == set(want), case
         for name, gradient in want.items():
             assert oracle.error(one["gradients"][name], gradient) < TOLERANCE, (case, name)
@@ -130,7 +137,7 @@ def test_every_gradient_is_that_of_autograd(results, wanted):
 def test_three_updates_are_those_of_torch_adamw(results, wanted):
     """Clipping, weight decay on matrices alone, fp32 state."""
     for case, one in results.items():
-        updated = as_on_disk(wanted[case.model, case.sequences][1])
+        updated = as_on_disk(wanted[case.model, case.sequences][1], mixtral=case.model == "mixtral")
         assert set(one["weights"]) == set(updated), case
         for name, tensor in updated.items():
             assert oracle.error(one["weights"][name], tensor) < TOLERANCE, (case, name)

@@ -10,13 +10,12 @@ A conversion that was killed leaves DST.partial, which `resume` goes on with. No
 
 from __future__ import annotations
 
-import dataclasses
 import errno
+import functools
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,25 +25,26 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from rlctl.checkpoint import safetensors, targets, torch_dist
+from rlctl.checkpoint import fit, logits, safetensors, targets
+from rlctl.checkpoint.fit import Plan
+from rlctl.checkpoint.logits import Logits
+from rlctl.checkpoint.pipeline import in_order
+from rlctl.checkpoint.prepare import Prepared, prepare
 from rlctl.checkpoint.targets import HfTarget, Journal, McoreTarget, Target, written_rules
 from rlctl.checkpoint.verify import Described, Progress, compare, num_bytes, silent, tensors_of
 from rlctl.checkpoint.views import (
     MANIFEST,
     McoreView,
     View,
-    cast,
-    described,
     fingerprint,
     open_view,
     read_manifest,
 )
-from rlctl.errors import ENVIRONMENT, FAILED, RlctlError
-from rlctl.models.base import Copy, WeightRule
+from rlctl.errors import CHECK_FAILED, ENVIRONMENT, FAILED, RlctlError
+from rlctl.models.base import WeightRule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMAT = 1
-_FIXED_BYTES = 64 << 20  # allocator slack and file buffers beside the tensors
 _PACKAGES = ("rlctl", "torch", "megatron-core")
 
 
@@ -58,31 +58,13 @@ class Options:
     like: Path | None = None
     """Directory with config.json and tokenizer, for a Megatron checkpoint that has none."""
     resume: bool = False
-    verify: Literal["none", "tensors"] = "tensors"
+    verify: Literal["none", "tensors", "logits"] = "tensors"
+    """logits: the tensors, and what Megatron-Core and transformers compute with them."""
+    workers: int = 2
+    """Rules in memory at once: one is written while others are read."""
     max_memory_bytes: int | None = None
     """Of the whole process."""
     shard_bytes: int = safetensors.SHARD_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a conversion will read, write and need; sizes in bytes."""
-
-    source: str
-    target: str
-    to: str
-    model_type: str
-    num_tensors: int
-    read_bytes: int
-    write_bytes: int
-    peak_memory_bytes: int
-    """Of the whole process, at most."""
-    largest: str
-    """The Megatron tensor that decides the peak."""
-    free_memory_bytes: int
-    free_disk_bytes: int
-    special: tuple[str, ...]
-    """What is not one plain copy: tied embeddings, casts, dropped or repeated tensors, padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +75,7 @@ class Report:
     fingerprint: str
     resumed_tensors: int
     verified: bool
+    logits: Logits | None = None
     up_to_date: bool = False
     casts: int = 0
     cast_error: float = 0.0
@@ -125,8 +108,11 @@ class Conversion:
             name: self._written_dtype(name, rule) for rule in self.view.rules for name in rule.sources
         }  # fmt: skip
         self.target = self._target()
-        self.plan = self._plan(source)
+        self.plan = fit.plan(
+            self.view, self.dtypes, source=source, target=target, workers=options.workers, special=self._special()
+        )
         self.casts, self.cast_error = 0, 0.0
+        self.recorded = read_manifest(self.view.folder)
 
     def _written_dtype(self, name: str, rule: WeightRule) -> torch.dtype:
         stored = self.view.dtype(name, rule)
@@ -135,36 +121,8 @@ class Conversion:
     def _target(self) -> Target:
         if self.options.to == "mcore":
             return McoreTarget(self.partial, self.view.rules, self.dtypes, self.view.config["num_hidden_layers"])
-        return HfTarget(self.partial, self.view.rules, self.dtypes, self.view.repeated, self.options.shard_bytes)
-
-    # --- what it needs ---
-
-    def _plan(self, source: Path) -> Plan:
-        view, rules = self.view, self.view.rules
-        read = sum(_bytes(r, {n: view.dtype(n, r) for n in r.sources}) for r in rules)
-        write = sum(_bytes(r, self.dtypes) for r in rules)
-        largest = max(rules, key=self._working_bytes)
-        return Plan(
-            source=str(source),
-            target=str(self.target_dir),
-            to=self.options.to,
-            model_type=view.config["model_type"],
-            num_tensors=len(self.dtypes),
-            read_bytes=read,
-            write_bytes=write + len(rules) * torch_dist.RECORD_OVERHEAD_BYTES,
-            peak_memory_bytes=_resident_bytes() + _FIXED_BYTES + self._working_bytes(largest),
-            largest=largest.key,
-            free_memory_bytes=_meminfo("MemAvailable"),
-            free_disk_bytes=shutil.disk_usage(_existing(self.target_dir)).free,
-            special=tuple(self._special()),
-        )
-
-    def _working_bytes(self, rule: WeightRule) -> int:
-        """Held at once: the tensors read, their casts, and what they are rearranged into."""
-        stored = {name: self.view.dtype(name, rule) for name in rule.sources}
-        read, written = _bytes(rule, stored), _bytes(rule, self.dtypes)
-        copies = 0 if isinstance(rule.operation, Copy) and self.view.kind == "hf" else 1
-        return read + copies * max(read, written) + (written if stored != {n: self.dtypes[n] for n in stored} else 0)
+        view = self.view
+        return HfTarget(self.partial, view.rules, self.dtypes, view.repeated, view.stacked, self.options.shard_bytes)
 
     def _special(self) -> Iterator[str]:
         view = self.view
@@ -172,6 +130,8 @@ class Conversion:
             yield "tied embeddings: the output layer is not stored"
         for name, of in view.repeated.items():
             yield f"`{name}` repeats `{of}`"
+        if view.stacked:
+            yield f"{len(view.stacked)} tensors hold several others, `{next(iter(view.stacked))}` among them"
         for name in view.dropped:
             yield f"`{name}` is not read: it follows from the config"
         cast_count = sum(self.dtypes[n] != view.dtype(n, r) for r in view.rules for n in r.sources)
@@ -187,31 +147,7 @@ class Conversion:
         Raises:
             RlctlError: exit status 3.
         """
-        plan, limit = self.plan, self.options.max_memory_bytes
-        available = plan.free_memory_bytes + _resident_bytes()
-        if limit is not None and plan.peak_memory_bytes > limit:
-            raise RlctlError(
-                f"converting needs up to {plan.peak_memory_bytes:,} bytes of memory, for `{plan.largest}`; "
-                f"`--max-memory` is {limit:,}",
-                f"raise it to {plan.peak_memory_bytes:,}",
-                exit_status=ENVIRONMENT,
-            )
-        if plan.peak_memory_bytes > available:
-            raise RlctlError(
-                f"converting needs up to {plan.peak_memory_bytes:,} bytes of memory, for `{plan.largest}`; "
-                f"{available:,} are available",
-                "free memory, or convert on another machine",
-                exit_status=ENVIRONMENT,
-            )
-        needed = plan.write_bytes - _written_bytes(self.partial)
-        if needed > plan.free_disk_bytes:
-            raise RlctlError(
-                f"`{self.target_dir}` needs {needed:,} bytes of disk, {plan.free_disk_bytes:,} are free",
-                "free space there, or choose another target",
-                exit_status=ENVIRONMENT,
-            )
-
-    # --- doing it ---
+        fit.check(self.plan, partial=self.partial, limit=self.options.max_memory_bytes)
 
     def run(self, progress: Progress = silent) -> Report:
         """Convert.
@@ -223,6 +159,7 @@ class Conversion:
             RlctlError: exit status 1 for a target that cannot be written, 2 for one that is taken, 3 for what does not
                 fit, 4 if what was read back is not what was written.
         """
+        self._check_source_files()
         done = self._up_to_date(progress)
         if done is not None:
             return done
@@ -241,14 +178,18 @@ class Conversion:
             assert len(tensors) == len(self.dtypes)
             self.target.finish({(line["key"], tuple(line["index"])): line["place"] for line in lines})
             files = _copy_assets(self.view.folder, self.partial)
-            if self.options.verify == "tensors":
+            compared = None
+            if self.options.verify != "none":
                 self._verify(tensors, progress)
+            if self.options.verify == "logits":
+                compared = self._compare_logits(progress)
             self._publish(journal, tensors, files)
         return Report(
             plan=self.plan,
             fingerprint=fingerprint(tensors),
             resumed_tensors=resumed,
-            verified=self.options.verify == "tensors",
+            verified=self.options.verify != "none",
+            logits=compared,
             casts=self.casts,
             cast_error=self.cast_error,
         )
@@ -263,10 +204,9 @@ class Conversion:
             raise RlctlError(f"`{target}` exists, and is no conversion", "choose another target, or remove it")
         open_view(target)  # whole, as far as headers say
         found: Described = {}
-        for rule in self.view.rules:
-            tensors = [cast(t, self._cast_to(t)) for t in self.view.read(rule)]
-            found |= {name: described(t) for name, t in zip(rule.sources, tensors, strict=True)}
-            progress("comparing", sum(num_bytes(found[name]) for name in rule.sources))
+        for ready in self._prepared(0):
+            found |= ready.found
+            progress("comparing", sum(map(num_bytes, ready.found.values())))
         if (
             found != manifest["tensors"]
             or (self.view.folder / "config.json").read_bytes() != (target / "config.json").read_bytes()
@@ -315,33 +255,48 @@ class Conversion:
 
     def _write(self, start: int, journal: Journal, progress: Progress) -> list[dict[str, Any]]:
         lines = []
-        for rule in self.view.rules[start:]:
-            tensors = [self._cast(t) for t in self.view.read(rule)]
-            found = {name: described(t) for name, t in zip(rule.sources, tensors, strict=True)}
-            line = {
-                "key": rule.key, "index": list(rule.index), "place": self.target.write(rule, tensors), "tensors": found
-            }  # fmt: skip
+        for rule, ready in zip(self.view.rules[start:], self._prepared(start), strict=True):
+            self.casts += ready.casts
+            self.cast_error = max(self.cast_error, ready.cast_error)
+            place = self.target.write(rule, ready.tensors)
+            line = {"key": rule.key, "index": list(rule.index), "place": place, "tensors": ready.found}
             journal.append(line)
             lines.append(line)
-            progress("converting", sum(map(num_bytes, found.values())))
+            progress("converting", sum(map(num_bytes, ready.found.values())))
         return lines
 
-    def _cast_to(self, tensor: torch.Tensor) -> torch.dtype | None:
-        return self.dtype if tensor.dtype.is_floating_point else None
+    def _prepared(self, start: int) -> Iterator[Prepared]:
+        recorded = None if self.recorded is None else self.recorded["tensors"]
+        one = functools.partial(prepare, self.view, dtype=self.dtype, recorded=recorded)
+        return in_order(one, self.view.rules[start:], workers=self.options.workers)
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = cast(tensor, self._cast_to(tensor))
-        if made.dtype != tensor.dtype:
-            self.casts += 1
-            for before, after in zip(tensor.reshape(-1).split(1 << 22), made.reshape(-1).split(1 << 22), strict=True):
-                self.cast_error = max(self.cast_error, float((before.double() - after.double()).abs().max()))
-        return made
+    def _check_source_files(self) -> None:
+        """The same for config.json and the tokenizer's files."""
+        for name, recorded in (self.recorded["files"] if self.recorded is not None else {}).items():
+            path = self.view.folder / name
+            if not path.is_file() or _hash(path) != recorded:
+                raise RlctlError(
+                    f"`{path}` is not the file that `{MANIFEST}` recorded",
+                    f"restore it; if the change is meant, remove `{self.view.folder / MANIFEST}`",
+                    exit_status=CHECK_FAILED,
+                )
 
     def _verify(self, tensors: Described, progress: Progress) -> None:
         written = open_view(self.partial)
         written.check_repeated()
-        found = tensors_of(written, lambda _, n: progress("verifying", n))
+        found = tensors_of(written, lambda _, n: progress("verifying", n), workers=self.options.workers)
         compare(found, tensors, here=str(self.partial), there=str(self.view.folder))
+
+    def _compare_logits(self, progress: Progress) -> Logits:
+        progress("comparing logits", 0)
+        folders = {self.view.kind: self.view.folder, self.options.to: self.partial}
+        mcore = self.view.iteration if self.view.kind == "mcore" else self.partial
+        return logits.check(
+            folders["hf"],
+            mcore,
+            dtype=self.options.dtype,
+            available=logits.available_bytes(self.options.max_memory_bytes),
+        )
 
     def _publish(self, journal: Journal, tensors: Described, files: dict[str, str]) -> None:
         manifest = {
@@ -353,6 +308,7 @@ class Conversion:
             "dtype": self.options.dtype,
             "casts": {"count": self.casts, "max_abs_error": self.cast_error},
             "repeated": self.view.repeated,
+            "stacked": list(self.view.stacked),
             "dropped": self.view.dropped,
             "vocabulary": {"size": self.view.config["vocab_size"], "stored": self.view.config["vocab_size"]},
             "files": files,
@@ -367,17 +323,6 @@ class Conversion:
         _sync_folder(self.partial)
         self.partial.rename(self.target_dir)
         _sync_folder(self.target_dir.parent)
-
-
-def plan_values(plan: Plan) -> dict[str, Any]:
-    """For a JSON reader."""
-    return dataclasses.asdict(plan)
-
-
-def _bytes(rule: WeightRule, dtypes: Mapping[str, torch.dtype]) -> int:
-    return sum(
-        math.prod(s) * dtypes[n].itemsize for n, s in zip(rule.sources, rule.source_shapes, strict=True)
-    )  # fmt: skip
 
 
 def _copy_assets(source: Path, target: Path) -> dict[str, str]:
@@ -399,26 +344,6 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def _written_bytes(folder: Path) -> int:
-    return sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file())
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _meminfo(field: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def describe(view: View) -> dict[str, Any]:
         "tied_embeddings": tied(view.config),
         "rope": rope(view.config)["rope_type"],
         "repeated": [f"{name} = {of}" for name, of in view.repeated.items()],
+        "stacked": list(view.stacked),
         "not_read": view.dropped,
         "fingerprint": None if manifest is None else manifest["fingerprint"],
         "converted_by": None if manifest is None else [f"{n} {v}" for n, v in manifest["versions"].items()],

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlctl.errors import RlctlError
+from rlctl.models.base import Shape, Stacked
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,7 +43,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # the format's own
 _WRITE_BYTES = 1 << 28  # of one system call
 
-Shape = tuple[int, ...]
 Spec = tuple[Shape, torch.dtype]
 
 
@@ -105,6 +105,38 @@ class Reader:
                 f"`{self.folder}` has no tensor `{name}`", "its config.json and its weights are not of one model"
             )
         return read(name, self.entries[name])
+
+
+def unstack(entries: dict[str, Entry], stacked: Mapping[str, Stacked], shapes: Mapping[str, Shape]) -> dict[str, Entry]:
+    """Entries in which each stacked tensor is replaced by its parts, which lie one behind the other in it.
+
+    Args:
+        entries: of files, by name.
+        stacked: declared ones, by name; those that are not in `entries` say nothing.
+        shapes: of the parts.
+
+    Raises:
+        RlctlError: a stacked tensor has another shape, or a part of it is stored a second time.
+    """
+    found = {name: entry for name, entry in entries.items() if name not in stacked}
+    for name, declared in stacked.items():
+        if name not in entries:
+            continue
+        whole, start = entries[name], entries[name].start
+        if whole.shape != declared.shape:
+            raise RlctlError(
+                f"`{whole.file}`: tensor `{name}` has shape {whole.shape}, config.json asks for {declared.shape}",
+                "its config.json and its weights are not of one model",
+            )
+        for part in declared.parts:
+            if part in found:
+                raise RlctlError(
+                    f"`{found[part].file}` holds `{part}`, and `{name}` holds it too", "keep the files of one save only"
+                )
+            found[part] = Entry(file=whole.file, start=start, shape=shapes[part], dtype=whole.dtype)
+            start += found[part].num_bytes
+        assert start == whole.start + whole.num_bytes, name
+    return found
 
 
 def read(name: str, entry: Entry) -> torch.Tensor:
@@ -223,10 +255,20 @@ class Writer:
         folder: exists; the files are made by `create`.
         specs: shape and dtype of every tensor by name, in the order of the files.
         shard_bytes: limit of one file, or one tensor.
+        stacked: tensors to store as one.
     """
 
-    def __init__(self, folder: Path, specs: Mapping[str, Spec], *, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, Spec],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        stacked: Mapping[str, Stacked] | None = None,
+    ) -> None:
         self.folder = folder
+        shapes = {name: shape for name, (shape, _) in specs.items()}
+        specs = _stacked_specs(specs, stacked or {})
         groups: list[dict[str, Spec]] = [{}]
         size = 0
         for name, spec in specs.items():
@@ -241,17 +283,18 @@ class Writer:
             SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
         ]
         self._headers = [_header(group) for group in groups]
-        self.entries = {
+        self.stored = {
             name: entry
             for file, group, header in zip(self.files, groups, self._headers, strict=True)
             for name, entry in _places(folder / file, group, len(header)).items()
         }
+        self.entries = unstack(self.stored, stacked or {}, shapes)
 
     def create(self) -> None:
         """Make the files at full size, with their headers."""
         for name, header in zip(self.files, self._headers, strict=True):
             path = self.folder / name
-            ends = [e.start + e.num_bytes for e in self.entries.values() if e.file == path]
+            ends = [e.start + e.num_bytes for e in self.stored.values() if e.file == path]
             with path.open("wb") as file:
                 file.write(header)
                 file.truncate(max(ends))
@@ -271,13 +314,29 @@ class Writer:
     def finish(self) -> None:
         """Write the index, where there are several files, and bring all to the disk."""
         if len(self.files) > 1:
-            total = sum(entry.num_bytes for entry in self.entries.values())
-            weight_map = {name: entry.file.name for name, entry in self.entries.items()}
+            total = sum(entry.num_bytes for entry in self.stored.values())
+            weight_map = {name: entry.file.name for name, entry in self.stored.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         for name in self.files:
             with (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _stacked_specs(specs: Mapping[str, Spec], stacked: Mapping[str, Stacked]) -> dict[str, Spec]:
+    """The tensors to store, each stacked one at its first part's place."""
+    whole_of = {part: name for name, declared in stacked.items() for part in declared.parts}
+    found: dict[str, Spec] = {}
+    for name, (shape, dtype) in specs.items():
+        whole = whole_of.get(name)
+        if whole is None:
+            found[name] = (shape, dtype)
+        elif found.setdefault(whole, (stacked[whole].shape, dtype))[1] != dtype:
+            raise RlctlError(
+                f"`{whole}` is one tensor, but its parts have two dtypes",
+                "convert with `--dtype`, which makes them one",
+            )
+    return found
 
 
 def _header(group: Mapping[str, Spec]) -> bytes:

@@ -18,7 +18,8 @@ from rlctl.checkpoint import safetensors, torch_dist
 from rlctl.checkpoint.torch_dist import Place
 from rlctl.checkpoint.views import described, split
 from rlctl.errors import RlctlError
-from rlctl.models.base import Shape, WeightRule
+from rlctl.models.base import Shape, Stacked, WeightRule
+from rlctl.models.resolve import TRACKER
 
 JOURNAL = "journal.jsonl"
 
@@ -52,7 +53,7 @@ class McoreTarget:
     def finish(self, places: Mapping[Key, dict[str, Any]]) -> None:
         """Make it a checkpoint; all bytes reach the disk."""
         self.writer.finish({key: Place(**place) for key, place in places.items()})
-        (self.folder / torch_dist.TRACKER).write_text(torch_dist.ITERATION.removeprefix("iter_").lstrip("0") or "0")
+        (self.folder / TRACKER).write_text(torch_dist.ITERATION.removeprefix("iter_").lstrip("0") or "0")
 
 
 class HfTarget:
@@ -63,6 +64,7 @@ class HfTarget:
         rules: of the model.
         dtypes: by tensor.
         repeated: tensors to store again under a second name, {second: first}.
+        stacked: tensors to store as one.
         shard_bytes: limit of one file.
     """
 
@@ -72,13 +74,14 @@ class HfTarget:
         rules: Sequence[WeightRule],
         dtypes: Mapping[str, torch.dtype],
         repeated: Mapping[str, str],
+        stacked: Mapping[str, Stacked],
         shard_bytes: int,
     ) -> None:
         shapes = {n: s for r in rules for n, s in zip(r.sources, r.source_shapes, strict=True)}
         specs = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
         specs |= {name: specs[of] for name, of in repeated.items()}
         self.folder, self.repeated = folder, repeated
-        self.writer = safetensors.Writer(folder, specs, shard_bytes=shard_bytes)
+        self.writer = safetensors.Writer(folder, specs, shard_bytes=shard_bytes, stacked=stacked)
 
     def prepare(self, places: Sequence[dict[str, Any]]) -> None:
         """Make the files at full size; if some tensors are written already, the files are there."""

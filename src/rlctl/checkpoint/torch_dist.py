@@ -35,7 +35,6 @@ from rlctl.errors import RlctlError
 from rlctl.models.base import Shape, WeightRule
 
 ITERATION = "iter_0000000"
-TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
 FILE_BYTES = 4 << 30
 RECORD_OVERHEAD_BYTES = 2048  # that torch.save adds to a tensor, at most

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlctl.checkpoint.pipeline import in_order
 from rlctl.checkpoint.views import MANIFEST, View, described_tensors, read_manifest
 from rlctl.errors import CHECK_FAILED, RlctlError
 
@@ -19,13 +20,13 @@ def silent(what: str, num_bytes: int) -> None:
     """A progress that shows nothing."""
 
 
-def tensors_of(view: View, progress: Progress = silent) -> Described:
+def tensors_of(view: View, progress: Progress = silent, *, workers: int = 2) -> Described:
     """Dtype, shape and hash of every tensor by name; reads the model once."""
     found: Described = {}
-    for rule, tensors in described_tensors(view):
+    for tensors in in_order(lambda rule: described_tensors(view, rule), view.rules, workers=workers):
+        assert not found.keys() & tensors.keys()
         found |= tensors
         progress("reading", sum(num_bytes(t) for t in tensors.values()))
-        assert set(tensors) == set(rule.sources)
     return found
 
 

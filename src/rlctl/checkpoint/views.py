@@ -7,7 +7,7 @@ each tensor of the rules is there with its shape, and that nothing else is: what
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from rlctl import plugins
 from rlctl.checkpoint import safetensors, torch_dist
 from rlctl.errors import RlctlError
 from rlctl.models import base, resolve
-from rlctl.models.base import HfConfig, Shape, WeightRule
+from rlctl.models.base import HfConfig, Shape, Stacked, WeightRule
 
 MANIFEST = "rlctl_manifest.json"
 _NAMED = 3  # tensors that a message lists
@@ -44,8 +44,10 @@ class HfView:
         self.rules = table(self.config)
         self.reader = safetensors.Reader(folder)
         self.iteration = folder
-        entries = self.reader.entries
         wanted = {n: s for r in self.rules for n, s in zip(r.sources, r.source_shapes, strict=True)}
+        declared = stacked_of(self.config)
+        self.stacked = {name: declared[name] for name in declared if name in self.reader.entries}
+        entries = self.reader.entries = safetensors.unstack(self.reader.entries, declared, wanted)
         copies = {name: of for name, of in base.repeated_tensors(self.config).items() if name in entries}
         self.dropped = sorted(name for name in entries if base.is_derived(name))
         self.repeated = copies
@@ -98,9 +100,23 @@ class McoreView:
         self.reader = torch_dist.Reader(self.iteration)
         manifest = read_manifest(root)
         self.dropped: list[str] = []
-        self.repeated: dict[str, str] = manifest["repeated"] if manifest is not None else {}
+        self.repeated: dict[str, str] = {}
+        self.stacked: dict[str, Stacked] = {}
+        if manifest is not None:
+            self._take_names(root, manifest)
         self._where: dict[tuple[str, Shape], tuple[str, Shape]] = {}
         self._check_rules()
+
+    def _take_names(self, root: Path, manifest: dict[str, Any]) -> None:
+        """How the tensors were stored before: under a second name, or several as one."""
+        known, declared = base.repeated_tensors(self.config), stacked_of(self.config)
+        self.repeated = {name: of for name, of in known.items() if name in manifest["repeated"]}
+        self.stacked = {name: one for name, one in declared.items() if name in manifest["stacked"]}
+        if self.repeated != manifest["repeated"] or list(self.stacked) != manifest["stacked"]:
+            raise RlctlError(
+                f"`{root / MANIFEST}` speaks of tensors that config.json has no place for",
+                "its config.json and its weights are not of one model",
+            )
 
     def _check_rules(self) -> None:
         counts: dict[str, int] = {}
@@ -163,7 +179,7 @@ def open_view(folder: Path, *, like: Path | None = None) -> View:
 
 def is_mcore(folder: Path) -> bool:
     """Whether the directory is a Megatron checkpoint."""
-    return (folder / torch_dist.TRACKER).is_file() or (folder / torch_dist.METADATA).is_file()
+    return (folder / resolve.TRACKER).is_file() or (folder / torch_dist.METADATA).is_file()
 
 
 def find_iteration(folder: Path) -> Path:
@@ -172,7 +188,7 @@ def find_iteration(folder: Path) -> Path:
     Raises:
         RlctlError: exit status 2.
     """
-    tracker = folder / torch_dist.TRACKER
+    tracker = folder / resolve.TRACKER
     if not tracker.is_file():
         return folder
     stated = tracker.read_text().strip()
@@ -231,6 +247,11 @@ def table(config: HfConfig) -> list[WeightRule]:
     return rules
 
 
+def stacked_of(config: HfConfig) -> dict[str, Stacked]:
+    """Tensors that a file may hold in place of several of the rules, by name."""
+    return base.stacked_tensors(plugins.load("model", config["model_type"]), config)
+
+
 def split(rule: WeightRule, whole: torch.Tensor) -> list[torch.Tensor]:
     """A Megatron tensor as the rule's Hugging Face tensors; padding of the vocabulary removed."""
     return [part.contiguous() for part in rule.operation.split(whole[: rule.shape[0]])]
@@ -248,18 +269,9 @@ def described(tensor: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def described_tensors(
-    view: View, dtype: torch.dtype | None = None
-) -> Iterator[tuple[WeightRule, dict[str, dict[str, Any]]]]:
-    """For each rule, what a manifest would say of its tensors, by name."""
-    for rule in view.rules:
-        tensors = [cast(t, dtype) for t in view.read(rule)]
-        yield rule, {name: described(tensor) for name, tensor in zip(rule.sources, tensors, strict=True)}
-
-
-def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In another dtype; None keeps it."""
-    return tensor if dtype is None else tensor.to(dtype)
+def described_tensors(view: View, rule: WeightRule) -> dict[str, dict[str, Any]]:
+    """What a manifest would say of a rule's tensors, by name."""
+    return {name: described(tensor) for name, tensor in zip(rule.sources, view.read(rule), strict=True)}
 
 
 def fingerprint(tensors: dict[str, dict[str, Any]]) -> str:
@@ -279,7 +291,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        complete = {"tensors", "repeated", "fingerprint", "files"} <= manifest.keys()
+        complete = {"tensors", "repeated", "stacked", "fingerprint", "files", "versions"} <= manifest.keys()
         if complete and fingerprint(manifest["tensors"]) == manifest["fingerprint"]:
             return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import time
@@ -15,7 +16,9 @@ from rlctl.cli import options, output
 from rlctl.errors import RlctlError
 
 if TYPE_CHECKING:
-    from rlctl.checkpoint.convert import Conversion, Options, Plan
+    from rlctl.checkpoint.convert import Conversion, Options
+    from rlctl.checkpoint.fit import Plan
+    from rlctl.checkpoint.logits import Logits
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Convert models between Hugging Face and Megatron.",
@@ -39,8 +42,15 @@ GoOn = Annotated[
     bool, typer.Option("--resume", metavar=options.FLAG, rich_help_panel="Conversion", help="Go on with DST.partial.")
 ]
 Verify = Annotated[
-    Literal["none", "tensors"],
-    typer.Option(rich_help_panel="Conversion", help="tensors: read the result back and compare every bit."),
+    Literal["none", "tensors", "logits"],
+    typer.Option(
+        rich_help_panel="Conversion",
+        help="tensors: read the result back and compare every bit; logits: also run both models.",
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(min=1, rich_help_panel="Conversion", help="Tensors in memory at once: one is written, others read."),
 ]
 MaxMemory = Annotated[
     str | None,
@@ -63,6 +73,7 @@ def hf_to_mcore(  # noqa: PLR0913, PLR0917  one parameter an option
     dtype: Dtype = None,
     resume: GoOn = False,
     verify: Verify = "tensors",
+    workers: Workers = 2,
     max_memory: MaxMemory = None,
     dry_run: DryRun = None,
     json: options.Json = False,
@@ -74,7 +85,9 @@ def hf_to_mcore(  # noqa: PLR0913, PLR0917  one parameter an option
     from rlctl.models.materialize import materialize
     from rlctl.models.resolve import resolve
 
-    asked = Options(to="mcore", dtype=dtype, resume=resume, verify=verify, max_memory_bytes=_size(max_memory))
+    asked = Options(
+        to="mcore", dtype=dtype, resume=resume, verify=verify, workers=workers, max_memory_bytes=_size(max_memory)
+    )
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = materialize(resolve(source), progress=output.note)
@@ -95,6 +108,7 @@ def mcore_to_hf(  # noqa: PLR0913, PLR0917  one parameter an option
     dtype: Dtype = None,
     resume: GoOn = False,
     verify: Verify = "tensors",
+    workers: Workers = 2,
     max_memory: MaxMemory = None,
     dry_run: DryRun = None,
     json: options.Json = False,
@@ -104,7 +118,8 @@ def mcore_to_hf(  # noqa: PLR0913, PLR0917  one parameter an option
     from rlctl.checkpoint.convert import Options
 
     asked = Options(
-        to="hf", dtype=dtype, like=like, resume=resume, verify=verify, max_memory_bytes=_size(max_memory)
+        to="hf", dtype=dtype, like=like, resume=resume, verify=verify, workers=workers,
+        max_memory_bytes=_size(max_memory),
     )  # fmt: skip
     return _convert(source, target, asked, dry_run=dry_run is not None, as_json=json)
 
@@ -157,15 +172,12 @@ def inspect(
 
 
 def _convert(source: Path, target: Path, asked: Options, *, dry_run: bool, as_json: bool) -> int:
-    from rlctl.checkpoint.convert import Conversion, plan_values
+    from rlctl.checkpoint.convert import Conversion
 
     conversion = Conversion(source, target, asked)
     plan = conversion.plan
     if dry_run:
-        if as_json:
-            output.document(plan_values(plan))
-        else:
-            _table(_readable(plan))
+        _tell_plan(conversion, as_json)
         conversion.check_fit()
         return 0
     start = time.monotonic()
@@ -175,13 +187,15 @@ def _convert(source: Path, target: Path, asked: Options, *, dry_run: bool, as_js
         "target": plan.target, "tensors": plan.num_tensors, "bytes": plan.write_bytes,
         "fingerprint": report.fingerprint,
         "verified": report.verified, "up_to_date": report.up_to_date, "resumed_tensors": report.resumed_tensors,
+        "logits": None if report.logits is None else vars(report.logits),
         "casts": report.casts, "cast_error": report.cast_error, "special": list(plan.special), "seconds": seconds,
     }  # fmt: skip
     if as_json:
         output.document(value)
     else:
-        value |= {"bytes": f"{plan.write_bytes:,}", "seconds": f"{seconds:.1f}"}
-        _table({k: v for k, v in value.items() if v not in (0, 0.0, [], False)})
+        rate = f"{seconds:.1f} ({plan.write_bytes / max(seconds, 1e-9) / 1e6:,.0f} MB/s)"
+        value |= {"bytes": f"{plan.write_bytes:,}", "seconds": rate, "logits": _logits_line(report.logits)}
+        _table({k: v for k, v in value.items() if v not in (0, 0.0, [], False, None)})
     return 0
 
 
@@ -218,13 +232,32 @@ def _lines(total: int) -> Callable[[str, int], None]:
     return show
 
 
-def _readable(plan: Plan) -> dict[str, Any]:
-    return {
+def _tell_plan(conversion: Conversion, as_json: bool) -> None:
+    from rlctl.checkpoint import fit
+
+    plan = conversion.plan
+    speed = fit.measure(conversion.view, conversion.target_dir)
+    seconds = None if speed is None else speed.seconds(plan, verify=conversion.options.verify != "none")
+    if as_json:
+        measured = None if speed is None else vars(speed)
+        output.document(dataclasses.asdict(plan) | {"bytes_per_second": measured, "seconds": seconds})
+        return
+    _table({
         "source": plan.source, "target": plan.target, "model type": plan.model_type, "tensors": plan.num_tensors,
         "bytes read": f"{plan.read_bytes:,}", "bytes written": f"{plan.write_bytes:,}",
         "disk free": f"{plan.free_disk_bytes:,}", "peak memory": f"{plan.peak_memory_bytes:,} (for {plan.largest})",
-        "memory free": f"{plan.free_memory_bytes:,}", "special": "; ".join(plan.special) or "nothing",
-    }  # fmt: skip
+        "memory free": f"{plan.free_memory_bytes:,}",
+        "time": "unknown: the target's folder cannot be written" if speed is None or seconds is None else
+        f"{seconds:,.0f} s (reads {speed.read / 1e6:,.0f} MB/s, writes {speed.write / 1e6:,.0f} MB/s, measured now)",
+        "special": "; ".join(plan.special) or "nothing",
+    })  # fmt: skip
+
+
+def _logits_line(found: Logits | None) -> str | None:
+    if found is None:
+        return None
+    which = "whole model" if found.layers == found.of_layers else f"first {found.layers} of {found.of_layers} layers"
+    return f"{which}, {found.tokens} tokens: equal within {found.error:.1e}"
 
 
 def _table(value: dict[str, Any]) -> None:

@@ -93,6 +93,15 @@ class WeightRule:
         return (sum(s[0] for s in self.source_shapes), *self.source_shapes[0][1:])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """One tensor of a file that holds several tensors of the rules, one behind the other."""
+
+    shape: Shape
+    parts: tuple[str, ...]
+    """Names in the rules, in the order of the bytes; all of one size."""
+
+
 def padded_vocabulary(size: int, *, multiple: int) -> int:
     """The vocabulary rounded up to what tensor parallelism divides."""
     return -(-size // multiple) * multiple
@@ -242,7 +251,73 @@ def mlp_rules(hf: HfConfig, layer: int) -> list[WeightRule]:
     ]
 
 
-def gate_up_rule(key: str, source: str, shape: Shape, *, index: Shape = ()) -> WeightRule:
+def gate_up_rule(
+    key: str, source: str, shape: Shape, *, index: Shape = (), names: tuple[str, str] = ("gate_proj", "up_proj")
+) -> WeightRule:
     """`linear_fc1` from the gate and up projections."""
-    names = (f"{source}gate_proj.weight", f"{source}up_proj.weight")
-    return WeightRule(key=key, sources=names, source_shapes=(shape, shape), operation=Concat(2), index=index)
+    sources = tuple(f"{source}{name}.weight" for name in names)
+    return WeightRule(key=key, sources=sources, source_shapes=(shape, shape), operation=Concat(2), index=index)
+
+
+def router_rules(hf: HfConfig, layer: int, *, experts: int, gate: str) -> list[WeightRule]:
+    """One layer's router and the norm before it; `gate` is the router's name on disk."""
+    hidden, key = hf["hidden_size"], f"decoder.layers.{layer}."
+    return [
+        WeightRule(
+            key=f"{key}pre_mlp_layernorm.weight",
+            sources=(f"model.layers.{layer}.post_attention_layernorm.weight",),
+            source_shapes=((hidden,),),
+        ),
+        WeightRule(key=f"{key}mlp.router.weight", sources=(gate,), source_shapes=((experts, hidden),)),
+    ]
+
+
+def expert_rules(
+    layer: int, *, experts: int, shape: Shape, prefix: str, names: tuple[str, str, str]
+) -> list[WeightRule]:
+    """One layer's experts.
+
+    Args:
+        layer: its number.
+        experts: how many.
+        shape: (features, hidden) of a gate projection.
+        prefix: of a tensor on disk, before the expert's number.
+        names: of gate, up and down projection on disk.
+    """
+    key, rules = f"decoder.layers.{layer}.mlp.experts.experts.", []
+    for expert in range(experts):
+        one = f"{prefix}{expert}."
+        rules += [
+            gate_up_rule(f"{key}linear_fc1.weight", one, shape, index=(expert,), names=names[:2]),
+            WeightRule(
+                key=f"{key}linear_fc2.weight",
+                sources=(f"{one}{names[2]}.weight",),
+                source_shapes=(shape[::-1],),
+                index=(expert,),
+            ),
+        ]
+    return rules
+
+
+def stacked_experts(
+    layer: int, *, experts: int, shape: Shape, prefix: str, names: tuple[str, str, str]
+) -> dict[str, Stacked]:
+    """The same experts as transformers 5 stacks them: `gate_up_proj` [E, 2f, h] and `down_proj` [E, h, f].
+
+    Source: transformers/models/mixtral/modeling_mixtral.py, `MixtralExperts`. The arguments are `expert_rules`'s.
+    """
+    ffn, hidden = shape
+    gate, up, down = names
+    block, numbers = f"model.layers.{layer}.mlp.experts.", range(experts)
+    both = tuple(f"{prefix}{e}.{name}.weight" for e in numbers for name in (gate, up))
+    return {
+        f"{block}gate_up_proj": Stacked(shape=(experts, 2 * ffn, hidden), parts=both),
+        f"{block}down_proj": Stacked(
+            shape=(experts, hidden, ffn), parts=tuple(f"{prefix}{e}.{down}.weight" for e in numbers)
+        ),
+    }
+
+
+def stacked_tensors(family: Any, hf: HfConfig) -> dict[str, Stacked]:
+    """What a file of this family may hold in place of the rules' tensors, by name; `family` is its module."""
+    return family.stacked(hf) if hasattr(family, "stacked") else {}

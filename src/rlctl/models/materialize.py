@@ -1,8 +1,8 @@
 """A model's directory, whatever names the model: what transformers loads, with weights, config and tokenizer.
 
-A local path is taken as it is; a hub id comes from the hub's own cache or is downloaded; a model that the tool makes is
-written once to a cache of ours (`RLCTL_CACHE`, else `$XDG_CACHE_HOME/rlctl`), behind a file lock, so that all ranks may
-ask at once.
+A local path is taken as it is; a hub id comes from the hub's own cache or is downloaded; a model that the tool makes,
+or converts from a Megatron checkpoint, is written once to a cache of ours (`RLCTL_CACHE`, else
+`$XDG_CACHE_HOME/rlctl`), behind a file lock, so that all ranks may ask at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from rlctl.errors import ENVIRONMENT, RlctlError
+from rlctl.errors import ENVIRONMENT, FAILED, RlctlError
 from rlctl.lazy import torch
 from rlctl.models import tiny_tokenizer
 from rlctl.models.resolve import ModelSource
@@ -41,12 +44,15 @@ def materialize(source: ModelSource, *, progress: Progress = _silent) -> Path:
     """The model's directory; safe to call from several processes at once.
 
     Args:
-        source: its `path`, else `made`, else `hf_id` decides.
+        source: `made` decides, else its `path`, else its `hf_id`.
         progress: takes one line before anything slow.
 
     Raises:
-        RlctlError: exit status 2 for a directory without a model, 3 for what this machine or network lacks.
+        RlctlError: exit status 2 for a directory without a model, 3 for what this machine or network lacks, 4 for a
+            converted directory whose tensors are not those that the conversion recorded.
     """
+    if source.made == "mcore":
+        return _from_megatron(source, progress)
     if source.path is not None:
         return _complete(Path(source.path))
     if source.made is not None:
@@ -103,6 +109,43 @@ def _made(source: ModelSource, progress: Progress) -> Path:
             exit_status=ENVIRONMENT,
         ) from error
     return target
+
+
+def _from_megatron(source: ModelSource, progress: Progress) -> Path:
+    """The Megatron checkpoint as a Hugging Face directory in the cache; converted by a process of its own.
+
+    `rlctl convert` writes beside the target and renames, and refuses tensors that its manifest does not know.
+    """
+    assert source.path is not None
+    folder = source.path.absolute()
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file()]
+    identity = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    target = cache_directory() / f"{folder.name}-{digest}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.with_name(target.name + ".lock")):
+        if not target.is_dir():
+            progress(f"converting {source.name} to {target}")
+            resume = ["--resume"] if target.with_name(target.name + ".partial").is_dir() else []
+            command = [sys.executable, "-m", "rlctl", "convert", "mcore-to-hf", str(folder), str(target), *resume]
+            done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise _told(done)
+    return target
+
+
+def _told(done: subprocess.CompletedProcess[str]) -> RlctlError:
+    """The error of a command that ended with `--json`."""
+    try:
+        told = json.loads(done.stdout)
+        return RlctlError(told["error"], told["hint"], exit_status=told["exit_status"])
+    except (ValueError, KeyError):
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return RlctlError(
+            f"`{shlex.join(done.args)}` ended with status {done.returncode}: {last}",
+            "run it by hand to see more",
+            exit_status=FAILED,
+        )
 
 
 @contextlib.contextmanager

@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from rlctl.errors import RlctlError
-from rlctl.models.base import HfConfig, WeightRule, attention_rules, dense_config, gate_up_rule, outer_rules
+from rlctl.models.base import (
+    HfConfig,
+    Stacked,
+    WeightRule,
+    attention_rules,
+    dense_config,
+    expert_rules,
+    outer_rules,
+    router_rules,
+    stacked_experts,
+)
 from rlctl.parallel import num_experts
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
@@ -31,34 +43,28 @@ def rules(hf: HfConfig) -> list[WeightRule]:
     """The table of weights; experts one by one, as they lie on disk."""
     table = outer_rules(hf)
     for layer in range(hf["num_hidden_layers"]):
-        table += attention_rules(hf, layer, qkv_bias=False, qk_norm=True) + _moe_rules(hf, layer)
+        block = f"model.layers.{layer}.mlp."
+        table += attention_rules(hf, layer, qkv_bias=False, qk_norm=True)
+        table += router_rules(hf, layer, experts=num_experts(hf), gate=f"{block}gate.weight")
+        table += expert_rules(
+            layer,
+            experts=num_experts(hf),
+            shape=(hf["moe_intermediate_size"], hf["hidden_size"]),
+            prefix=f"{block}experts.",
+            names=_NAMES,
+        )
     return table
 
 
-def _moe_rules(hf: HfConfig, layer: int) -> list[WeightRule]:
-    hidden, ffn = hf["hidden_size"], hf["moe_intermediate_size"]
-    source, key = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-    table = [
-        WeightRule(
-            key=f"{key}pre_mlp_layernorm.weight",
-            sources=(f"{source}post_attention_layernorm.weight",),
-            source_shapes=((hidden,),),
-        ),
-        WeightRule(
-            key=f"{key}mlp.router.weight",
-            sources=(f"{source}mlp.gate.weight",),
-            source_shapes=((num_experts(hf), hidden),),
-        ),
-    ]
-    for expert in range(num_experts(hf)):
-        one, experts = f"{source}mlp.experts.{expert}.", f"{key}mlp.experts.experts."
-        table += [
-            gate_up_rule(f"{experts}linear_fc1.weight", one, (ffn, hidden), index=(expert,)),
-            WeightRule(
-                key=f"{experts}linear_fc2.weight",
-                sources=(f"{one}down_proj.weight",),
-                source_shapes=((hidden, ffn),),
-                index=(expert,),
-            ),
-        ]
-    return table
+def stacked(hf: HfConfig) -> dict[str, Stacked]:
+    """The experts as transformers 5 holds them in memory, and saves them with `save_original_format=False`."""
+    found: dict[str, Stacked] = {}
+    for layer in range(hf["num_hidden_layers"]):
+        found |= stacked_experts(
+            layer,
+            experts=num_experts(hf),
+            shape=(hf["moe_intermediate_size"], hf["hidden_size"]),
+            prefix=f"model.layers.{layer}.mlp.experts.",
+            names=_NAMES,
+        )
+    return found

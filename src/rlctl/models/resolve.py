@@ -19,6 +19,7 @@ import yaml
 from rlctl import plugins
 from rlctl.errors import ENVIRONMENT, RlctlError
 
+TRACKER = "latest_checkpointed_iteration.txt"  # in a directory of Megatron checkpoints
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CONFIG_KEYS = (
     "hidden_size",
@@ -44,7 +45,8 @@ class ModelSource:
     """A directory with weights; None: they must be downloaded or made first."""
     hf_id: str | None
     made: str | None
-    """How the tool makes the model: `gguf` or `tiny`; None: it is downloaded or local."""
+    """How the tool makes the model: `gguf`, `tiny`, or `mcore` from a Megatron checkpoint at `path`; None: it is
+    downloaded or local."""
     chat_template: bool
     """Its tokenizer brings a chat template."""
 
@@ -113,19 +115,30 @@ def _from_catalogue(short: str, name: str) -> ModelSource:
 
 def _from_directory(name: str, path: Path, *, hf_id: str | None) -> ModelSource:
     file = path / "config.json"
+    megatron = (path / TRACKER).is_file()
     if not file.is_file():
-        raise RlctlError(f"`{path}` has no config.json", "give a directory in Hugging Face format")
+        raise RlctlError(
+            f"`{path}` has no config.json",
+            f"convert it first: rlctl convert mcore-to-hf {path} NEW --like MODEL"
+            if megatron
+            else "give a directory in Hugging Face format",
+        )
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise RlctlError(f"`{file}` is not JSON: {error}", "restore the file from where the model came from") from error
-    if not any(path.glob("*.safetensors")):
+    if not megatron and not any(path.glob("*.safetensors")):
         raise RlctlError(
             f"`{path}` has no weights: no *.safetensors file",
             "save the model with transformers' save_pretrained, or finish its download",
         )
     return ModelSource(
-        name=name, config=config, path=path, hf_id=hf_id, made=None, chat_template=_has_chat_template(path)
+        name=name,
+        config=config,
+        path=path,
+        hf_id=hf_id,
+        made="mcore" if megatron else None,
+        chat_template=_has_chat_template(path),
     )
 
 
