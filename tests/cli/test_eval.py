@@ -136,7 +136,13 @@ def rlctl(folder, *arguments):
 def trained(tmp_path_factory):
     """A short run with validation before, during and after it."""
     folder = tmp_path_factory.mktemp("eval")
-    steps = ["grpo.max_num_steps=4", "grpo.val_period=2", "grpo.val_at_start=true", "grpo.max_val_samples=8"]
+    steps = [
+        "grpo.max_num_steps=3",
+        "grpo.val_period=2",
+        "grpo.val_at_start=true",
+        "grpo.val_at_end=true",
+        "grpo.max_val_samples=8",
+    ]
     steps += ["checkpointing.save_period=2", "checkpointing.keep_top_k=2"]
     done = rlctl(folder, "train", "grpo", "--recipe", "smoke-tiny", "--run-dir", "run", *steps)
     assert done.returncode == 0, done.stderr
@@ -146,8 +152,8 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_validations_are_logged_and_dumped_when_due(trained):
     lines = [json.loads(line) for line in (trained / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "val/reward" in line] == [0, 2, 4]
-    for step in (0, 2, 4):
+    assert [line["step"] for line in lines if "val/reward" in line] == [0, 2, 3]
+    for step in (0, 2, 3):
         dump = (trained / "run" / "validation" / f"step_{step:06d}.jsonl").read_text().splitlines()
         rewards = [json.loads(row)["reward"] for row in dump]
         assert len(rewards) == 8
@@ -165,7 +171,7 @@ def test_the_exported_model_scores_as_the_last_validation(trained):
     assert result["reward"]["value"] == pytest.approx(last["val/reward"], abs=1e-6)
     replies = [
         [json.loads(line)["response"] for line in (trained / name).read_text().splitlines()]
-        for name in ("measured/samples.jsonl", "run/validation/step_000004.jsonl")
+        for name in ("measured/samples.jsonl", "run/validation/step_000003.jsonl")
     ]
     assert replies[0] == replies[1]
 
@@ -188,7 +194,7 @@ def test_the_checkpoint_of_a_step_scores_as_the_validation_after_that_step(train
     assert json.loads(done.stdout)["results"][0]["step"] == 2
     replies = [
         [json.loads(line)["response"] for line in (trained / name).read_text().splitlines()]
-        for name in ("earlier/samples.jsonl", "run/validation/step_000002.jsonl", "run/validation/step_000004.jsonl")
+        for name in ("earlier/samples.jsonl", "run/validation/step_000002.jsonl", "run/validation/step_000003.jsonl")
     ]
     assert replies[0] == replies[1] != replies[2]
     assert not list((trained / "run" / "eval").iterdir())

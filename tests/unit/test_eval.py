@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from rlctl import estimates
+from rlctl import config, estimates, trainer
 from rlctl import eval as evaluation
 from rlctl.errors import RlctlError
 from rlctl.log import RunLog
@@ -166,3 +166,18 @@ def test_samples_of_another_model_are_not_mixed(tmp_path):
     with pytest.raises(RlctlError, match="samples of another model") as caught:
         evaluation.check_identity(tmp_path, {"model": "b", "tokenizer": "t", "recipe": "r"})
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({}, []),
+        ({"val_period": 2}, [2, 4]),
+        ({"val_period": 6}, []),
+        ({"val_at_end": True}, [5]),
+        ({"val_period": 2, "val_at_end": True}, [2, 4, 5]),
+    ],
+    ids=str,
+)
+def test_validation_is_due_when_its_keys_say_so(keys, steps):
+    assert [step for step in range(1, 6) if trainer._validates(config.Steps(**keys), step, 5)] == steps

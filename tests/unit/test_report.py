@@ -139,6 +139,13 @@ def test_a_run_is_running_while_its_lock_is_held(made):
     assert made(rising(), name="b").status == "finished"
 
 
+def test_the_steps_of_a_run_are_those_that_its_data_have(made):
+    run = made(rising(), max_num_steps=99)
+    (run.path / "checkpoints/step_000010").mkdir(parents=True)
+    (run.path / "checkpoints/step_000010/trainer.json").write_text('{"epoch_steps": 20}')
+    assert (run.planned_steps, run.status) == (20, "finished")
+
+
 def test_changed_keys_are_those_that_differ_from_the_defaults(made):
     changed = {key: (value, default) for key, value, default in made(rising()).changed}
     assert changed["grpo.num_prompts_per_step"] == (4, config.Steps().num_prompts_per_step)

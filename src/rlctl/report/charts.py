@@ -62,7 +62,7 @@ def lines(series: Sequence[Series], *, low: float | None = None, high: float | N
     if not drawn:
         return ""
     of_each = max(_bucket(s, most) for s in series if s.points)
-    values = [y for s in drawn for _, y in s.points]
+    values = [y for s in drawn for _, y in s.points] + [y for s in drawn for edge in _edges(s) for _, y in edge]
     bottom, top = min([*values, *([] if low is None else [low])]), max([*values, *([] if high is None else [high])])
     ticks = _ticks(bottom, top)
     xs = [x for s in series for x, _ in s.points]
@@ -205,10 +205,16 @@ def _missing(series: Series, scale: _Scale) -> str:
 
 
 def _band(series: Series, scale: _Scale) -> str:
+    upper, lower = _edges(series)
+    around = [scale.at(x, y) for x, y in [*upper, *reversed(lower)]]
+    return f'<polygon class="b{series.colour % COLOURS}" points="{_path(around)}"/>'
+
+
+def _edges(series: Series) -> tuple[Points, Points]:
+    """The upper and the lower edge of the band."""
     middle = dict(series.points)
-    edges = [(x, middle[x], half) for x, half in series.band if x in middle]
-    upper, lower = [scale.at(x, y + h) for x, y, h in edges], [scale.at(x, y - h) for x, y, h in reversed(edges)]
-    return f'<polygon class="b{series.colour % COLOURS}" points="{_path(upper + lower)}"/>'
+    known = [(x, middle[x], half) for x, half in series.band if x in middle]
+    return [(x, y + half) for x, y, half in known], [(x, y - half) for x, y, half in known]
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:

@@ -170,7 +170,7 @@ def healthy(run: Run) -> Answer:
     if wrong:
         named = "; ".join(f"{c.name} ({c.found})" for c in wrong[:_NAMED]) + "; ..." * (len(wrong) > _NAMED)
         expected = f", expected {wrong[0].expected}" if len(wrong) == 1 else ""
-        text = f"{error}{len(wrong)} of {len(made)} checks need a look: {named}{expected}."
+        text = f"{error}{len(wrong)} of {len(made)} checks need{'s' * (len(wrong) == 1)} a look: {named}{expected}."
         return Answer(question=question, verdict="bad", text=text)
     before = f", and {len(run.start_checks)} before the first step" if run.start_checks and not failed else ""
     text = f"{error}{'' if error else 'Yes. '}All {len(made)} checks passed{before}."

@@ -128,7 +128,7 @@ def _what_card(run: Run) -> str:
     text = (
         f"{recipe['algorithm']} on {recipe['policy']['model_name']}, task {recipe['env']['name']}; {_processes(recipe)}"
         + (f" on a host with {machine['cpus']} CPU cores, {gpus}" if machine else "")
-        + f". {len(run.changed)} recipe keys are not default."
+        + f". {sum(default is not None for _, _, default in run.changed)} recipe keys are not default."
         + (f" {', '.join(shown)}." if shown else "")
     )
     return f"<div class='open'><h3>What was run?</h3><p>{escape(text)}</p></div>"
@@ -257,7 +257,8 @@ def _speed(run: Run) -> str:
 def _what(run: Run) -> str:
     """Commands, recipe changes, versions, hardware."""
     commands = "".join(f"<pre>{escape(c)}</pre>" for c in run.commands)
-    changed = [[f"<code>{escape(k)}</code>", value(v), value(d)] for k, v, d in run.changed]
+    changed = [[f"<code>{escape(k)}</code>", value(v), value(d)] for k, v, d in run.changed if d is not None]
+    given = [[f"<code>{escape(k)}</code>", value(v)] for k, v, d in run.changed if d is None]
     environment = run.environment
     machine = environment["hardware"] if environment else {}
     facts = (
@@ -275,5 +276,6 @@ def _what(run: Run) -> str:
     return (
         f"<h3>Command</h3>{commands}{again}"
         f"<h3>Recipe: what is not default</h3>{table(['key', 'value', 'default'], changed)}"
+        f"<h3>Recipe: what has no default, given or derived</h3>{table(['key', 'value'], given)}"
         f"<h3>Software and hardware</h3>{table(['', ''], facts)}"
     )

@@ -115,8 +115,13 @@ class Run:
 
     @property
     def planned_steps(self) -> int:
-        """grpo.max_num_steps; the data may end before."""
-        return self.recipe["grpo"]["max_num_steps"]
+        """grpo.max_num_steps, or as many as the data have, which a checkpoint knows."""
+        most = self.recipe["grpo"]["max_num_steps"]
+        for file in sorted(self.path.glob("checkpoints/step_*/trainer.json"), reverse=True):
+            trainer, _ = files.document(file, name=file.name, check=files.mapping("epoch_steps"))
+            if trainer is not None:
+                return min(most, trainer["epoch_steps"])
+        return most
 
     @property
     def status(self) -> Status:
