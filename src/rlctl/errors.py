@@ -16,18 +16,20 @@ class RlctlError(Exception):
         message: Names the value and the limit, without a final period.
         hint: Names the mend.
         exit_status: 1 job or I/O, 2 usage, 3 sizes or machine, 4 a check failed.
+        details: Lines to read between the two, such as a rank's last words; mostly none.
     """
 
-    def __init__(self, message: str, hint: str, *, exit_status: int = USAGE) -> None:
+    def __init__(self, message: str, hint: str, *, exit_status: int = USAGE, details: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.exit_status = exit_status
+        self.details = details
 
     def __reduce__(self) -> tuple:
         """Pickle by fields, so that a worker's error reaches the launcher whole."""
-        return _rebuild, (self.message, self.hint, self.exit_status)
+        return _rebuild, (self.message, self.hint, self.exit_status, self.details)
 
 
-def _rebuild(message: str, hint: str, exit_status: int) -> RlctlError:
-    return RlctlError(message, hint, exit_status=exit_status)
+def _rebuild(message: str, hint: str, exit_status: int, details: str) -> RlctlError:
+    return RlctlError(message, hint, exit_status=exit_status, details=details)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,10 +26,20 @@ class RunLog:
         writes: whether this rank writes.
         tensorboard: also write TensorBoard events, from `begin_steps` on.
         console: where progress lines go; None for nowhere.
+        on_phase: is told each phase that begins, or goes on after an inner one.
     """
 
-    def __init__(self, run_dir: Path, *, writes: bool, tensorboard: bool, console: TextIO | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        writes: bool,
+        tensorboard: bool,
+        console: TextIO | None,
+        on_phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.run_dir = run_dir
+        self._on_phase = on_phase
         self.phase_name = "start"
         self._warned: set[str] = set()
         self.seconds: dict[str, float] = {}
@@ -43,12 +53,17 @@ class RunLog:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what happens within; phases of one name add up over a step."""
-        outer, self.phase_name = self.phase_name, name
+        outer = self.phase_name
+        self._enter(name)
         start = time.monotonic()
         yield  # an exception leaves phase_name as it is: it says where the run was
         device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-        self.phase_name = outer
+        self._enter(outer)
+
+    def _enter(self, name: str) -> None:
+        self.phase_name = name
+        self._on_phase(name)
 
     def begin_steps(self, *, done: int = 0) -> None:
         """Steps are timed from here; what was before, such as loading, is no part of the first.
@@ -58,7 +73,8 @@ class RunLog:
         """
         if self._wants_tensorboard:
             self._tensorboard = _tensorboard(self.run_dir / "tensorboard", purge_step=done + 1 if done else None)
-        self.phase_name, self.seconds, self._started = "step", {}, time.monotonic()
+        self._enter("step")
+        self.seconds, self._started = {}, time.monotonic()
 
     def say(self, text: str) -> None:
         """A progress line."""

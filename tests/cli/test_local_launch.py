@@ -32,7 +32,8 @@ def start(run_dir: Path, behaviour: list[str]) -> subprocess.Popen[str]:
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "behaviour.json").write_text(json.dumps(behaviour))
     return subprocess.Popen(
-        [sys.executable, "-c", START, str(run_dir)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", START, str(run_dir)], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -78,10 +79,10 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     process = start(tmp_path / "run", ["wait", "killed"])
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert out.startswith("rank 1 was killed by SIGKILL | ")
+    assert out.startswith("rank 1 was killed by SIGKILL in phase `start` | ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_with_130(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path / "run", ["wait", "wait"])
     workers = started(tmp_path / "run")

@@ -24,7 +24,7 @@ def main(run_dir: Path) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
     if what == "beat":
-        heartbeat.beat(run_dir / "logs", rank, lambda: "train")
+        heartbeat.Beat(run_dir / "logs", rank).says("train")
         time.sleep(300)
     if what in ("wait", "stubborn"):
         time.sleep(300)
@@ -32,6 +32,7 @@ def main(run_dir: Path) -> None:
         time.sleep(0.05)
     if what == "fail":
         report = {"error": "the data ended", "hint": "add rows", "exit_status": 2, "traceback": "", "phase": "rollout"}
+        report["details"] = ""
         (run_dir / "logs" / f"error_rank_{rank}.json").write_text(json.dumps(report))
         sys.exit(2)
     if what == "killed":

@@ -41,7 +41,9 @@ def error(problem: RlctlError, *, as_json: bool, debug: bool) -> int:
     told = {"error": problem.message, "hint": problem.hint, "exit_status": problem.exit_status, **_details(problem)}
     if as_json and _writes(told):
         return problem.exit_status
-    note(f"{_paint('error:', _RED)} {problem.message}\n{_paint('hint:', _CYAN)} {problem.hint}")
+    lines = [f"{_paint('error:', _RED)} {problem.message}"]
+    lines += [f"  {line}" for line in problem.details.splitlines()]
+    note("\n".join([*lines, f"{_paint('hint:', _CYAN)} {problem.hint}"]))
     return problem.exit_status
 
 
@@ -91,7 +93,8 @@ def _has_working_directory() -> bool:
 
 def _details(problem: RlctlError) -> dict[str, Any]:
     """What a command attached for its JSON reader, e.g. the plan of a job that does not fit."""
-    return {"plan": problem.plan} if isinstance(problem, Refusal) else {}
+    said = {"details": problem.details} if problem.details else {}
+    return said | ({"plan": problem.plan} if isinstance(problem, Refusal) else {})
 
 
 class Refusal(RlctlError):

@@ -9,14 +9,11 @@ from typing import Any
 from rlctl.device import Hardware
 from rlctl.errors import RlctlError
 from rlctl.launch import commands
-from rlctl.launch.needs import HOST_PROCESS_BYTES, Needs, fits
+from rlctl.launch.needs import Needs, breakdown, fits
 from rlctl.plan import hardware as gpus
-from rlctl.plan.memory import UNMODELLED_BYTES
 from rlctl.recipe.compose import Composed, as_values
 from rlctl.recipe.derive import Resolved
 from rlctl.recipe.places import short
-
-_PARTS = ("weights", "gradients", "main_weights", "optimizer", "gathered", "activations", "logits")
 
 
 def plan(
@@ -39,16 +36,7 @@ def plan(
         arguments: the command line after `rlctl`.
     """
     recipe, cluster = resolved.recipe, resolved.recipe.cluster
-    parts = {name: getattr(need.memory, name) for name in _PARTS}
-    if cluster.procs is None:
-        parts["not modelled"] = UNMODELLED_BYTES
-    else:
-        parts |= {
-            "reference": need.memory.reference,
-            "engine weights": need.memory.engine_weights,
-            "kv cache": need.cache_bytes,
-        }
-        parts |= {"process": HOST_PROCESS_BYTES}
+    parts = breakdown(resolved, need)
     return {
         "recipe": {"name": composed.source.name, "path": str(composed.source.path), "resolved": as_values(recipe)},
         "derived": dict(resolved.derived),

@@ -1,6 +1,6 @@
 """Each worker shows that it lives, and where; the local launcher ends a run of which a worker does not.
 
-1. A thread of every worker touches logs/heartbeat_rank_N.json once a second, and writes its phase when that changes.
+1. A thread of every worker touches logs/heartbeat_rank_N.json once a second; a phase is written there when it begins.
 2. The launcher looks once a second. A file that did not change for `stall_seconds` is a worker that the kernel stopped,
    or that sits in a call which never lets other threads run.
 3. All workers that can still answer write the stacks of their threads to their logs, on SIGUSR1.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import FAILED, RlctlError
+from rlctl.launch import failure
 
 State = dict[str, Any]
 """What a worker writes: `pid` and `phase`."""
@@ -39,6 +40,11 @@ def _read(logs: Path, rank: int) -> State:
     return json.loads(_file(logs, rank).read_text())
 
 
+def phase_of(logs: Path, rank: int) -> str:
+    """What a rank said last that it was doing."""
+    return str(_read(logs, rank)["phase"]) if _file(logs, rank).is_file() else "start"
+
+
 def _runs(state: State) -> bool:
     """Whether the process has not ended; one that has is torchrun's to judge."""
     try:
@@ -51,26 +57,30 @@ def _dump(states: Sequence[State]) -> None:
     for state in states:
         with contextlib.suppress(ProcessLookupError):
             os.kill(state["pid"], signal.SIGUSR1)
+            os.kill(state["pid"], signal.SIGCONT)  # a stopped one writes where it was stopped; all are killed next
 
 
-def beat(logs: Path, rank: int, phase: Callable[[], str]) -> None:
-    """Show signs of life from a thread, until this process ends; and write stacks to standard error on SIGUSR1."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    path = _file(logs, rank)
-    partial = path.with_suffix(".partial")
+class Beat:
+    """A worker's signs of life, from a thread, until its process ends; stacks go to standard error on SIGUSR1."""
 
-    def run() -> None:
-        shown = None
+    def __init__(self, logs: Path, rank: int) -> None:
+        self._path = _file(logs, rank)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self.says("start")
+        threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def says(self, phase: str) -> None:
+        """Tell the phase that begins, at once: a rank that is killed in it cannot."""
+        partial = self._path.with_suffix(".partial")
+        with contextlib.suppress(OSError):  # a full disk is told by what the run writes itself
+            partial.write_text(json.dumps({"pid": os.getpid(), "phase": phase}))
+            partial.replace(self._path)
+
+    def _run(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # a full disk is told by what the run writes itself
-                if phase() != shown:
-                    shown = phase()
-                    partial.write_text(json.dumps({"pid": os.getpid(), "phase": shown}))
-                    partial.replace(path)
-                os.utime(path)
             time.sleep(BEAT_SECONDS)
-
-    threading.Thread(target=run, daemon=True, name="heartbeat").start()
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
 
 
 class Watch:
@@ -122,6 +132,7 @@ class Watch:
         return RlctlError(
             f"rank {rank} shows no sign of life since {seconds:.0f} s, in phase `{shown[rank]['phase']}`"
             + (f" ({others})" if others else ""),
-            f"its process is stopped or stuck; stacks are at the end of {self._logs / 'rank_*.log'}",
+            f"its process is stopped or stuck; all stacks are at the end of {self._logs / 'rank_*.log'}",
             exit_status=FAILED,
+            details=failure.details(self._logs, {r: shown[r]["phase"] for r in sorted(shown, key=lambda r: r != rank)}),
         )

@@ -3,7 +3,8 @@
 1. torchrun's own output goes to logs/launcher.log; workers write to logs/rank_N.log.
 2. Progress lines reach the console through a file descriptor that workers inherit as number 0: torchrun closes all
    others above 2, and its own 1 and 2 are the log.
-3. The first SIGINT or SIGTERM reaches each worker as one SIGINT, so that they can stop in order; the second one kills.
+3. The first SIGINT, SIGTERM or SIGHUP (a closed terminal) reaches each worker as one SIGINT, so that they can stop in
+   order; the second one kills.
 4. A worker that shows no sign of life ends the run (heartbeat.py).
 5. Whatever happens, no process is left: torchrun dies with this process, workers with torchrun.
 
@@ -25,7 +26,7 @@ from typing import Any
 
 from rlctl.errors import INTERRUPTED, RlctlError
 from rlctl.launch import failure
-from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch
+from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch, phase_of
 
 CONSOLE = "RLCTL_CONSOLE_FD"
 SHUTDOWN_SECONDS = 1800  # from the first signal until torchrun kills: a step may end and save
@@ -60,6 +61,7 @@ def run(
         "--nproc-per-node", str(processes), "--shutdown-timeout", str(SHUTDOWN_SECONDS),
         "-m", worker, str(run_dir),
     ]  # fmt: skip
+    kernel_kills = _kernel_kills()
     environment = os.environ | {CONSOLE: "0"} | ({} if has_gpus else {"OMP_NUM_THREADS": "1"})
     with (run_dir / "logs" / "launcher.log").open("wb") as log, console() as progress:
         process = subprocess.Popen(
@@ -74,7 +76,7 @@ def run(
     if process.returncode:
         if _ended_early(run_dir):
             return INTERRUPTED
-        raise _failure(run_dir, process.returncode)
+        raise _failure(run_dir, process.returncode, kernel_kills)
     return 0
 
 
@@ -108,12 +110,13 @@ def _wait(process: subprocess.Popen[Any], watch: Watch) -> int:
     def forward(number: int, frame: Any) -> None:
         received.append(number)
         if len(received) == 1:
-            print("stopping the workers; once more kills them", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal that was closed
+                print("stopping the workers; once more kills them", file=sys.stderr, flush=True)
             process.send_signal(signal.SIGINT)  # SIGTERM is what torchrun sends when a worker failed
         else:
             _kill(process.pid)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,7 +153,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _failure(run_dir: Path, returncode: int) -> RlctlError:
+def _failure(run_dir: Path, returncode: int, kernel_kills: int) -> RlctlError:
     """The cause: a worker that was killed, else the first worker's own error, else what torchrun saw first."""
     logs = run_dir / "logs"
     ends = _ends((logs / "launcher.log").read_text(errors="replace"))
@@ -161,9 +164,24 @@ def _failure(run_dir: Path, returncode: int) -> RlctlError:
     if not ends:
         return RlctlError(f"torchrun ended with status {returncode}", f"see {logs / 'launcher.log'}", exit_status=1)
     rank, code = (killed or ends)[0]
+    phase = phase_of(logs, rank)
+    if code == -signal.SIGKILL and _kernel_kills() > kernel_kills:
+        return failure.out_of_memory(
+            run_dir, f"rank {rank} was killed in phase `{phase}`: this machine has no memory left"
+        )
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    hint = "the machine may have run out of memory; " if code == -signal.SIGKILL else ""
-    return RlctlError(f"rank {rank} {how}", f"{hint}see {logs / f'rank_{rank}.log'}", exit_status=1)
+    return RlctlError(
+        f"rank {rank} {how} in phase `{phase}`",
+        f"see {logs / f'rank_{rank}.log'}",
+        exit_status=1,
+        details=failure.details(logs, {rank: phase}),
+    )
+
+
+def _kernel_kills() -> int:
+    """Processes that the kernel killed for memory since this machine started."""
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _ended_early(run_dir: Path) -> bool:

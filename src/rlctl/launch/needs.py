@@ -56,6 +56,22 @@ def needs(resolved: Resolved) -> Needs:
     return Needs(memory=estimate, cache_bytes=cache, rank_bytes=own, node_bytes=own * resolved.recipe.cluster.procs)
 
 
+_PARTS = ("weights", "gradients", "main_weights", "optimizer", "gathered", "activations", "logits")
+
+
+def breakdown(resolved: Resolved, need: Needs) -> dict[str, int]:
+    """Bytes of the fullest rank by part; on a host the engine's and the process's own count as well."""
+    parts = {name: getattr(need.memory, name) for name in _PARTS}
+    if resolved.recipe.cluster.procs is None:
+        return parts | {"not modelled": memory.UNMODELLED_BYTES}
+    return parts | {
+        "reference": need.memory.reference,
+        "engine weights": need.memory.engine_weights,
+        "kv cache": need.cache_bytes,
+        "process": HOST_PROCESS_BYTES,
+    }
+
+
 def fits(resolved: Resolved, need: Needs, *, memory_bytes: float) -> bool:
     """Whether a GPU of that size holds the fullest rank, in training and with the engine awake."""
     generation = resolved.recipe.policy.generation

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlctl.device import Hardware
 from rlctl.errors import FAILED, RlctlError
-from rlctl.launch import failure
+from rlctl.launch import failure, needs
 from rlctl.recipe import compose
 from rlctl.recipe.derive import Resolved
 
@@ -110,7 +110,7 @@ def _write(path: Path, resolved: Resolved, *, hardware: Hardware, command: Seque
         (path / "logs").mkdir(parents=True, exist_ok=True)
         with (path / "command.txt").open("a") as commands:
             commands.write(shlex.join(command) + "\n")
-        (path / "environment.json").write_text(json.dumps(_environment(hardware), indent=2) + "\n")
+        (path / "environment.json").write_text(json.dumps(_environment(resolved, hardware), indent=2) + "\n")
         unfinished = path / f"{RECIPE}.unfinished"
         compose.dump(resolved.recipe, unfinished)
         unfinished.rename(path / RECIPE)
@@ -120,11 +120,12 @@ def _write(path: Path, resolved: Resolved, *, hardware: Hardware, command: Seque
         ) from error
 
 
-def _environment(hardware: Hardware) -> dict[str, object]:
+def _environment(resolved: Resolved, hardware: Hardware) -> dict[str, object]:
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "hardware": dataclasses.asdict(hardware),
+        failure.MEMORY: needs.breakdown(resolved, needs.needs(resolved)),
     }

@@ -31,7 +31,7 @@ from typing import Any
 from rlctl.config import Recipe
 from rlctl.errors import ENVIRONMENT, FAILED, INTERRUPTED, RlctlError
 from rlctl.launch import failure
-from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch
+from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch, phase_of
 from rlctl.launch.local import console, die_with_parent
 
 SCRIPT = "slurm.sh"
@@ -290,11 +290,14 @@ def _judge(run_dir: Path, step: _Step, signals: Sequence[int]) -> int:
     ends = _ends(said)
     killed = [end for end in ends if not end.how.startswith(("Exited", "Terminated"))]
     if killed and not signals:
+        rank, logs = killed[0].rank, run_dir / "logs"
+        phase = phase_of(logs, rank)
+        message = f"rank {rank} on node {killed[0].node} ended in phase `{phase}`: {killed[0].how}"
+        if "Out Of Memory" in said or "oom" in killed[0].how.lower():
+            raise failure.out_of_memory(run_dir, f"{message}, out of memory")
         hint = "the node may have run out of memory; " if killed[0].how == "Killed" else ""
-        log = run_dir / "logs" / f"rank_{killed[0].rank}.log"
-        raise RlctlError(
-            f"rank {killed[0].rank} on node {killed[0].node} ended: {killed[0].how}", f"{hint}see {log}", exit_status=1
-        )
+        see = f"{hint}see {logs / f'rank_{rank}.log'}"
+        raise RlctlError(message, see, exit_status=1, details=failure.details(logs, {rank: phase}))
     reports = failure.reports(run_dir)
     if reports:
         raise failure.told(reports[0])

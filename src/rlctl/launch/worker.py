@@ -42,7 +42,7 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
     stop.listen(local=local)
     phase = "start"
     log: Any = None
-    heartbeat.beat(logs, rank, lambda: "start" if log is None else log.phase_name)
+    beat = heartbeat.Beat(logs, rank)
     try:
         if rank == 0:
             run_directory.hold(run_dir)
@@ -55,7 +55,9 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         device.init_process_group(COLLECTIVE_TIMEOUT_SECONDS)
         recipe = load_resolved(run_dir / run_directory.RECIPE)  # rank 0 is here: what it wrote for this start is there
         stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
-        log = RunLog(run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console)
+        log = RunLog(
+            run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console, on_phase=beat.says
+        )
         from rlctl.eval import EXPORT_FILE, SETTINGS_FILE, evaluate
         from rlctl.export import of_checkpoint
         from rlctl.report import page as report
