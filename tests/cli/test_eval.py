@@ -201,6 +201,19 @@ def test_the_checkpoint_of_a_step_scores_as_the_validation_after_that_step(train
 
 
 @pytest.mark.slow
+def test_a_megatron_checkpoint_scores_as_the_model_it_was_converted_from(trained, monkeypatch):
+    monkeypatch.setenv("RLCTL_CACHE", str(trained / "cache"))
+    for arguments in (
+        ("convert", "hf-to-mcore", "run/hf", "megatron", "--verify", "none"),
+        ("eval", "megatron", "--recipe", "run/recipe.yaml", "--procs", "1", "--run-dir", "converted"),
+    ):
+        done = rlctl(trained, *arguments)
+        assert done.returncode == 0, done.stderr
+    samples = [(trained / name / "samples.jsonl").read_text() for name in ("converted", "measured")]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.slow
 def test_a_run_ends_with_its_report(trained):
     text = (trained / "run" / "report.html").read_text()
     assert "class='finished'" in text and "Validation reward went from" in text

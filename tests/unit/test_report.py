@@ -72,6 +72,16 @@ def test_a_flat_or_falling_reward_is_not(made):
     assert findings.learned(made([row(1, 0.5)], name="c")).verdict == "open"
 
 
+def test_training_on_data_is_told_by_its_loss(made):
+    rows = [{"step": i, "train/loss": 3.0 - 0.1 * i, "train/margin": 0.1 * i} for i in range(1, 21)]
+    run = made(rows)
+    answer = findings.learned(run)
+    assert answer.verdict == "open" and "loss went from 2.750 (mean of steps 1 to 4) to 1.150" in answer.text
+    text = page.page(run)
+    Page(text)
+    assert "<figcaption>train/margin" in text and "Other metrics" in text
+
+
 def test_validation_is_told_with_its_best(made):
     rows = [{"step": 0, "val/reward": 0.1}, *rising()]
     rows[10]["val/reward"], rows[20]["val/reward"] = 0.9, 0.7
@@ -88,12 +98,13 @@ def test_validation_is_told_with_its_best(made):
         ({"rollout/truncated_share": 0.9}, "cut off"),
         ({"train/entropy": 0.01}, "entropy"),
         ({"train/grad_norm": 99.0}, "gradient norm"),
+        ({"train/grad_norm": 0.0}, "teach nothing"),
     ],
     ids=str,
 )
 def test_each_sign_of_illness_is_found_and_named(made, broken, named):
     rows = rising()
-    sick = 1 if "train/grad_norm" in broken else 8
+    sick = 1 if broken.get("train/grad_norm") else 8
     for r in rows[-sick:]:
         r.update(broken)
     answer = findings.healthy(made(rows))
@@ -103,7 +114,7 @@ def test_each_sign_of_illness_is_found_and_named(made, broken, named):
 
 def test_a_healthy_run_passes_all_checks(made):
     run = made(rising())
-    assert all(c.ok for c in findings.checks(run)) and len(findings.checks(run)) == 6
+    assert all(c.ok for c in findings.checks(run)) and len(findings.checks(run)) == 7
     assert findings.healthy(run).verdict == "good"
 
 
@@ -282,7 +293,7 @@ def test_start_up_checks_are_shown_and_a_failed_one_is_told(made):
         {"name": "packing leak", "ok": False, "expected": "0", "found": "0.01", "detail": "sequence 2 <b>"},
     ]
     (run.path / "checks.json").write_text(json.dumps(made_checks[:1]))
-    assert findings.healthy(run).text == "Yes. All 6 checks passed, and 1 before the first step."
+    assert findings.healthy(run).text == "Yes. All 7 checks passed, and 1 before the first step."
     (run.path / "checks.json").write_text(json.dumps(made_checks))
     run = Run(run.path)
     answer = findings.healthy(run)

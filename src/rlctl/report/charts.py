@@ -48,7 +48,14 @@ class _Scale:
         return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
 
 
-def lines(series: Sequence[Series], *, low: float | None = None, high: float | None = None, unit: str = "") -> str:
+def lines(
+    series: Sequence[Series],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    unit: str = "",
+    most: int = _MOST_POINTS,
+) -> str:
     """Lines over steps with a legend; empty text when there is nothing to draw.
 
     Args:
@@ -56,8 +63,9 @@ def lines(series: Sequence[Series], *, low: float | None = None, high: float | N
         low: the vertical axis starts here or below; None = at the data.
         high: and ends here or above.
         unit: after each number of a tooltip.
+        most: points of a line; fewer where many share the drawing.
     """
-    most = max(_FEWEST_POINTS, min(_MOST_POINTS, 2 * _MOST_POINTS // max(1, len(series))))
+    most = max(_FEWEST_POINTS, min(most, 2 * most // max(1, len(series))))
     drawn = [_thinned(s, most) for s in series if s.points]
     if not drawn:
         return ""

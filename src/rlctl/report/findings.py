@@ -18,6 +18,7 @@ from rlctl.report.run import Run, read_samples
 MISMATCH_LIMIT = 1.05  # mean ratio between engine and trainer; clipping starts to bite on noise alone above it
 INVALID_LIMIT, TRUNCATED_LIMIT = 0.01, 0.3
 ENTROPY_LEFT = 0.05  # of the first steps' entropy: below, samples of a prompt are nearly the same
+EMPTY_LIMIT = 0.2
 SPIKE = 10.0  # gradient norm over its median
 _MISMATCH = "mismatch of engine and trainer"
 _NAMED = 3  # checks in the sentence; all are in the table
@@ -110,6 +111,8 @@ def median_step_seconds(run: Run) -> float | None:
 def learned(run: Run) -> Answer:
     """Whether the reward rose by more than its noise."""
     question, reward = "Did it learn?", run.series("rollout/reward")
+    if not reward and run.rows:
+        return Answer(question=question, verdict="open", text=_without_reward(run))
     if len(reward) < 2:
         return Answer(question=question, verdict="open", text="Fewer than two steps are logged.")
     first, last, size = ends(reward)
@@ -122,6 +125,18 @@ def learned(run: Run) -> Answer:
     else:
         verdict, text = "open", f"Not clearly. Training reward went {where}, which is within its noise."
     return Answer(question=question, verdict=verdict, text=text + _validation(run))  # type: ignore[arg-type]
+
+
+def _without_reward(run: Run) -> str:
+    """Of training on data: the loss, which alone decides nothing."""
+    loss = run.series("train/loss")
+    if len(loss) < 2:
+        return "Neither a reward nor two losses are logged."
+    first, last, size = ends(loss)
+    return (
+        f"No reward is logged. The loss went from {number_3(first)} {_steps(loss[:size])} to {number_3(last)} "
+        f"{_steps(loss[-size:])}."
+    )
 
 
 def _steps(points: Sequence[tuple[int, float]]) -> str:
@@ -154,7 +169,12 @@ def number_3(value: float) -> str:
 def checks(run: Run) -> list[Check]:
     """Signs of health that the run logged."""
     found = [_mismatch(run), _finite(run), _share(run, "invalid", "samples without a reward", INVALID_LIMIT)]
-    found += [_share(run, "truncated", "samples cut off by length", TRUNCATED_LIMIT), _entropy(run), _gradients(run)]
+    found += [
+        _share(run, "truncated", "samples cut off by length", TRUNCATED_LIMIT),
+        _entropy(run),
+        _gradients(run),
+        _signal(run),
+    ]
     return [check for check in found if check is not None]
 
 
@@ -225,6 +245,20 @@ def _entropy(run: Run) -> Check | None:
     return Check(
         name="entropy", found=f"{number_3(first)} nats a token at the start, {number_3(last)} at the end",
         expected=f"above {ENTROPY_LEFT:.0%} of the start: below, samples hardly differ", ok=last > ENTROPY_LEFT * first,
+    )  # fmt: skip
+
+
+def _signal(run: Run) -> Check | None:
+    """Groups whose rewards are all alike have no advantage; a step of such groups alone has no gradient."""
+    points = run.series("train/grad_norm")
+    if not points or not run.series("rollout/reward"):
+        return None
+    empty = [step for step, y in points if y == 0]
+    first = f", the first is step {empty[0]}" if empty else ""
+    return Check(
+        name="steps that teach nothing", found=f"{len(empty)} of {len(points)}{first}",
+        expected=f"at most {EMPTY_LIMIT:.0%} without a gradient: rewards in each group alike",
+        ok=len(empty) <= EMPTY_LIMIT * len(points),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from rlctl.report.samples import samples
 from rlctl.report.text import printable
 
 _MOST_PARTS = 24  # reward parts with a line
+_MOST_OTHERS, _OTHER_POINTS = 36, 100
 _HEALTH = (  # metric, title, what to look for
     ("mismatch/token_mult_prob_error", "Mismatch of engine and trainer", "Mean probability ratio; 1 is exact."),
     ("train/kl", "KL to the reference", "Nats a token; slow growth is normal, a jump is not."),
@@ -70,7 +71,7 @@ def page(run: Run) -> str:
         f"<div class='answers'>{''.join(map(_answer, answers))}{_what_card(run)}{_rerun_card(run)}</div>",
         _failure(run),
         section("Did it learn?", learning([run])),
-        section("Is it healthy?", _checks(run), health([run]), _left_out(run)),
+        section("Is it healthy?", _checks(run), health([run]), _others(run), _left_out(run)),
         section("What is slow?", _speed(run)),
         section("Samples", samples(run)),
         section("What was run?", _what(run)),
@@ -231,6 +232,16 @@ def health(runs: Sequence[Run], *, names: Sequence[str] = ()) -> str:
         low, high = _BOUNDS.get(metric, (None, None))
         shown.append((title, note, charts.lines(over(runs, metric, names=names), low=low, high=high)))
     return figures(shown)
+
+
+def _others(run: Run) -> str:
+    """What else was logged, folded away."""
+    known = {metric for metric, _, _ in _HEALTH} | set(run.metrics("rollout/reward")) | {"packing/efficiency"}
+    found = [m for m in run.metrics() if m not in known and not m.startswith(("time/", "memory/", "val/"))]
+    shown = [(m, "", charts.lines(over([run], m), most=_OTHER_POINTS)) for m in found[:_MOST_OTHERS]]
+    more = f"<p class='soft'>{len(found) - _MOST_OTHERS} more are in metrics.jsonl.</p>" * (len(found) > _MOST_OTHERS)
+    drawn = figures(shown)
+    return f"<details><summary>Other metrics</summary>{drawn}{more}</details>" if drawn else ""
 
 
 def _speed(run: Run) -> str:

@@ -13,6 +13,7 @@ STYLE = (
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b4;--line:#333c49;--page:#14181f;--card:#1c222b;
 --good:#4ade80;--bad:#f87171;--open:#94a3b8}}
 @media(prefers-color-scheme:dark){polyline,polygon,circle,i[class^=k]{filter:brightness(1.35)}}
+summary{cursor:pointer;font-weight:600;margin:14px 0}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1240px;margin:0 auto;padding:24px 24px 64px}
