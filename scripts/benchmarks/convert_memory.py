@@ -3,6 +3,7 @@
 1. The baseline is a process that imports the converter and does nothing.
 2. Each conversion is a process of its own; its peak is the kernel's (ru_maxrss of the child).
 3. `cp` copies the same bytes and calls fsync, before each conversion, on the same disk; caches are warm for both.
+4. Each conversion is given `--max-memory`, which its peak must not exceed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from rlctl import plugins
 from rlctl.checkpoint.safetensors import Writer
 
+MAX_MEMORY = 1_500_000_000
 HIDDEN, FFN, VOCABULARY = 2048, 5632, 32000
 CONFIG = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": 16,
@@ -78,10 +80,13 @@ def main() -> None:
                 shutil.rmtree(work / target, ignore_errors=True)
                 copy = copied(work / "hf", work / "copy")
                 command = ["convert", direction, str(work / source), str(work / target), "--verify", verify]
+                command += ["--max-memory", str(MAX_MEMORY)]
                 seconds, peak = measured(f"{imports}; sys.exit(run({command!r}))")
                 net = seconds - idle_seconds
+                assert peak < MAX_MEMORY, peak
                 print(
-                    f"{direction} --verify {verify}: {(peak - idle) / 1e6:.0f} MB above the interpreter; {net:.2f} s, "
+                    f"{direction} --verify {verify}: {(peak - idle) / 1e6:.0f} MB above the interpreter, "
+                    f"{peak / 1e6:.0f} MB in all, --max-memory {MAX_MEMORY / 1e6:.0f} MB; {net:.2f} s, "
                     f"cp and fsync {copy:.2f} s: {copy / net:.2f} of its speed"
                 )
         measured(f"{imports}; sys.exit(run(['convert', 'verify', {str(work / 'hf')!r}, {str(work / 'back')!r}]))")

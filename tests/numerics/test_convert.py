@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from rlctl.checkpoint import logits, safetensors, torch_dist
 from rlctl.checkpoint.convert import Conversion, Options
@@ -191,7 +197,40 @@ def add(folder, name, make):
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
+def test_damaged_inputs_are_refused_or_right():
+    """60 of the fuzzer's: never a wrong result, never a traceback."""
+    path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "convert_fuzz.py"
+    spec = importlib.util.spec_from_file_location("convert_fuzz", path)
+    fuzzer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzzer)
+    outcomes, failed = fuzzer.run(60, seed=7)
+    assert failed == []
+    assert sum(outcomes.values()) == 60
+    assert sum(n for (_, outcome), n in outcomes.items() if outcome == "refused") > 20
+
+
+@pytest.mark.slow
+def test_converting_imports_neither_transformer_engine_nor_triton_nor_apex(tmp_path):
+    """Both ways, verified, in a process of its own; nor Megatron, nor transformers."""
+    source = tiny.save("llama", tmp_path / "source")
+    code = f"""
+import sys
+from rlctl.cli.app import run
+assert run(["convert", "hf-to-mcore", {str(source)!r}, {str(tmp_path / "mcore")!r}]) == 0
+assert run(["convert", "mcore-to-hf", {str(tmp_path / "mcore")!r}, {str(tmp_path / "back")!r}]) == 0
+wrong = {{"transformer_engine", "triton", "apex", "flash_attn", "megatron", "transformers"}}
+found = sorted(m for m in sys.modules if m.split(".")[0] in wrong)
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- Megatron itself ------------------------------------------------------------------------------------------------
+
+
+EXPERTS = ("qwen3_moe", "mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +238,10 @@ def pairs(tmp_path_factory):
     """(source, its conversion) of a dense, a tied and a routed model; vocabularies that need padding at TP2."""
     root = tmp_path_factory.mktemp("models")
     made = {}
-    cases = {"llama": {"vocab_size": 251}, "qwen2": {"tie_word_embeddings": True}, "qwen3_moe": {}}
+    cases = {
+        "llama": {"vocab_size": 251, "num_hidden_layers": 4}, "qwen2": {"tie_word_embeddings": True}, "qwen3_moe": {},
+        "mixtral": {},
+    }  # fmt: skip
     for kind, overrides in cases.items():
         source = tiny.save(kind, root / kind, **overrides)
         convert(source, root / f"{kind}-mcore", "mcore")
@@ -212,8 +254,7 @@ def test_megatron_loads_the_checkpoint_at_any_layout_with_the_bits_of_the_rules(
     """Every key that GPTModel asks for is there, extra states included."""
     layouts = [{}, {"tp": 2}, {"pp": 2}, {"ep": 2}]
     for kind, (source, mcore) in pairs.items():
-        chosen = layouts if kind == "qwen3_moe" else layouts[:3]
-        chosen = chosen[:2] + chosen[3:] if kind == "qwen3_moe" else chosen
+        chosen = [layouts[1], layouts[3]] if kind in EXPERTS else layouts[:3]
         for results in distributed.run(
             "tests.numerics.convert_steps:load_both", 2, source, mcore, chosen, "return_all"
         ):  # fmt: skip
@@ -224,15 +265,86 @@ def test_megatron_loads_the_checkpoint_at_any_layout_with_the_bits_of_the_rules(
                 assert all("core_attention._extra_state" in key for key in not_asked), (kind, degrees)
 
 
+LOGITS = {  # (kind, processes) -> layouts
+    ("llama", 2): [dict(tp=2), dict(pp=2), dict(pp=2, vpp=2)],
+    ("qwen2", 2): [dict(tp=2), dict(pp=2)],
+    ("qwen3_moe", 2): [dict(ep=2)],
+    ("mixtral", 2): [dict(ep=2)],
+    ("llama", 4): [dict(tp=2, pp=2)],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOGITS, ids=str)
+def test_megatron_loads_the_checkpoint_and_has_the_logits_of_transformers(case, pairs):
+    """`dist_checkpointing.load` into GPTModel, then Megatron's own schedule, in float32; vocabulary padded or not."""
+    import transformers
+
+    (kind, world), (source, mcore) = case, pairs[case[0]]
+    tokens = torch.randint(251, (24,), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = model(tokens[None]).logits[0]
+    ranks = distributed.run("tests.numerics.convert_steps:logits", world, mcore, source, tokens.tolist(), LOGITS[case])
+    for i, degrees in enumerate(LOGITS[case]):
+        found = [one[i] for one in ranks if one[i] is not None]
+        assert len(found) == world // degrees.get("pp", 1), degrees
+        for got in found:
+            error = (got[:, : wanted.shape[1]] - wanted).abs().max() / wanted.abs().max()
+            assert error < 1e-5, (kind, degrees, float(error))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_run_config_and_arguments_say_the_model_that_megatron_builds(kind, tmp_path):
+    """Every key is a field of Megatron's config class or of the provider, with the value that loading is tested with.
+
+    The provider's own fields: megatron/bridge/models/gpt_provider.py, `GPTModelProvider`.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer import TransformerConfig
+
+    from rlctl.models.build import transformer_config
+    from rlctl.parallel import Layout
+
+    own = {
+        "_target_", "position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor",
+        "seq_len_interpolation_factor", "seq_length", "share_embeddings_and_output_weights", "vocab_size",
+        "should_pad_vocab",
+    }  # fmt: skip
+    source = tiny.save(kind, tmp_path / "source")
+    convert(source, tmp_path / "mcore", "mcore")
+    iteration = tmp_path / "mcore" / torch_dist.ITERATION
+    model = yaml.safe_load((iteration / "run_config.yaml").read_text())["model"]
+    arguments = vars(dist_checkpointing.load_common_state_dict(str(iteration))["args"])
+    config = json.loads((source / "config.json").read_text())
+    built = transformer_config(config, Layout(world=1), precision="float32", activation_checkpointing=False)
+    assert {f.name for f in dataclasses.fields(TransformerConfig)} >= model.keys() - own
+    for name in model.keys() - own - {"activation_func", "params_dtype"}:
+        assert model[name] == getattr(built, name), name
+    assert model["activation_func"]["_target_"] == "torch.nn.functional.silu"
+    assert model["params_dtype"]["_target_"] == "torch.float32"
+    assert model["vocab_size"] == config["vocab_size"]
+    for name, field in {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}.items():
+        assert arguments[name] == getattr(built, field)
+    for name in arguments.keys() & vars(built).keys():
+        assert arguments[name] == getattr(built, name), name
+    assert arguments["untie_embeddings_and_output_weights"]
+    assert arguments["no_save_optim"]
+    assert arguments["no_save_rng"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_what_megatron_saved_exports_with_the_bits_it_was_given(pairs, kind, tmp_path):
-    """Layers on an axis at TP2, and layers by name at PP2 or EP2; padding of the vocabulary is undone."""
+    """Layers on an axis at TP2 x PP2 or EP2, and by name at PP2 or EP2; padding of the vocabulary is undone."""
     source = pairs[kind][0]
-    second = {"pp": 2} if kind == "llama" else {"ep": 2}
-    for i, (degrees, metadata) in enumerate([({"tp": 2}, None), (second, {"non_homogeneous_layers": True})]):
+    by_name = {"non_homogeneous_layers": True}
+    saves = [(4, {"tp": 2, "pp": 2}, None), (2, {"pp": 2}, by_name)]
+    if kind == "qwen3_moe":
+        saves = [(2, {"ep": 2}, None), (2, {"ep": 2}, by_name)]
+    for i, (world, degrees, metadata) in enumerate(saves):
         saved = tmp_path / f"saved{i}"
-        distributed.run("tests.numerics.convert_steps:save_by_megatron", 2, source, str(saved), degrees, metadata)
+        distributed.run("tests.numerics.convert_steps:save_by_megatron", world, source, str(saved), degrees, metadata)
         convert(saved, tmp_path / f"back{i}", "hf", like=type(tmp_path)(source))
         assert stored(type(tmp_path)(source)) == stored(tmp_path / f"back{i}")
 

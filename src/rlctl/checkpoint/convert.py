@@ -42,6 +42,7 @@ from rlctl.checkpoint.views import (
 )
 from rlctl.errors import CHECK_FAILED, ENVIRONMENT, FAILED, RlctlError
 from rlctl.models.base import WeightRule
+from rlctl.models.described import rope_is_expressible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMAT = 1
@@ -120,7 +121,7 @@ class Conversion:
 
     def _target(self) -> Target:
         if self.options.to == "mcore":
-            return McoreTarget(self.partial, self.view.rules, self.dtypes, self.view.config["num_hidden_layers"])
+            return McoreTarget(self.partial, self.view.rules, self.dtypes, self.view.config)
         view = self.view
         return HfTarget(self.partial, view.rules, self.dtypes, view.repeated, view.stacked, self.options.shard_bytes)
 
@@ -128,6 +129,8 @@ class Conversion:
         view = self.view
         if not any(rule.key == "output_layer.weight" for rule in view.rules):
             yield "tied embeddings: the output layer is not stored"
+        if view.kind == "hf" and not rope_is_expressible(view.config):
+            yield "Megatron-LM's and Megatron-Bridge's options cannot say this rope: they would scale otherwise"
         for name, of in view.repeated.items():
             yield f"`{name}` repeats `{of}`"
         if view.stacked:

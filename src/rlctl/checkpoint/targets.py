@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from rlctl.checkpoint import safetensors, torch_dist
 from rlctl.checkpoint.torch_dist import Place
 from rlctl.checkpoint.views import described, split
 from rlctl.errors import RlctlError
-from rlctl.models.base import Shape, Stacked, WeightRule
+from rlctl.models.base import HfConfig, Shape, Stacked, WeightRule
+from rlctl.models.described import arguments, run_config
 from rlctl.models.resolve import TRACKER
 
+RUN_CONFIG = "run_config.yaml"
 JOURNAL = "journal.jsonl"
 
 Key = tuple[str, Shape]
@@ -30,12 +33,13 @@ class McoreTarget:
     """A Megatron checkpoint in torch_dist format."""
 
     def __init__(
-        self, folder: Path, rules: Sequence[WeightRule], dtypes: Mapping[str, torch.dtype], num_layers: int
+        self, folder: Path, rules: Sequence[WeightRule], dtypes: Mapping[str, torch.dtype], config: HfConfig
     ) -> None:
+        self.config, self.dtype = config, dtypes[rules[0].sources[0]]
         self.folder, self.iteration = folder, folder / torch_dist.ITERATION
         self.rules = rules
         of_rule = {(rule.key, rule.index): _one_dtype(rule, dtypes) for rule in rules}
-        self.writer = torch_dist.Writer(self.iteration, rules, of_rule, num_layers)
+        self.writer = torch_dist.Writer(self.iteration, rules, of_rule, config["num_hidden_layers"])
 
     def prepare(self, places: Sequence[dict[str, Any]]) -> None:
         """Make the files, or go on behind these places."""
@@ -52,7 +56,9 @@ class McoreTarget:
 
     def finish(self, places: Mapping[Key, dict[str, Any]]) -> None:
         """Make it a checkpoint; all bytes reach the disk."""
-        self.writer.finish({key: Place(**place) for key, place in places.items()})
+        content = run_config(self.config, str(self.dtype).removeprefix("torch."))
+        (self.iteration / RUN_CONFIG).write_text(yaml.safe_dump(content, sort_keys=False))
+        self.writer.finish({key: Place(**place) for key, place in places.items()}, arguments(self.config))
         (self.folder / TRACKER).write_text(torch_dist.ITERATION.removeprefix("iter_").lstrip("0") or "0")
 
 

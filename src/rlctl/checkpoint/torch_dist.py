@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,12 +287,14 @@ class Writer:
             record = record.clone()  # torch.save writes the whole storage
         return self._append(record)
 
-    def finish(self, places: Mapping[tuple[str, Shape], Place]) -> None:
+    def finish(self, places: Mapping[tuple[str, Shape], Place], arguments: Namespace) -> None:
         """Write `.metadata`, metadata.json and the common state, and bring all to the disk.
 
         Args:
             places: of every rule's record by (key, index).
+            arguments: for the common state.
         """
+        common = COMMON | {"args": arguments}
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for rule in self.rules:
             key, lead, _ = global_position(rule, self.num_layers)
@@ -299,14 +302,14 @@ class Writer:
             offset = torch.Size((*lead, *(0,) * len(rule.shape)))
             storage[MetadataIndex(key, offset)] = _StorageInfo(place.file, place.start, place.length)
         state: dict[str, Any] = dict(self._tensors)
-        for objects, content in ((self._extra_states(), [None]), ([_COMMON_KEY], [COMMON])):
+        for objects, content in ((self._extra_states(), [None]), ([_COMMON_KEY], [common])):
             place = self._append(content)  # equal ones share one record
             for name in objects:
                 state[name] = BytesStorageMetadata()
                 storage[MetadataIndex(name)] = _StorageInfo(place.file, place.start, place.length)
         metadata = Metadata(state_dict_metadata=state, storage_data=storage, version="1.0.0")
         (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
-        torch.save(COMMON, self.folder / "common.pt")  # read by versions before the common state became a record
+        torch.save(common, self.folder / "common.pt")  # read by versions before the common state became a record
         (self.folder / "metadata.json").write_text(json.dumps(FORMAT))
         for path in self.folder.iterdir():
             with path.open("rb") as file:

@@ -21,6 +21,8 @@ from rlctl.models import base, resolve
 from rlctl.models.base import HfConfig, Shape, Stacked, WeightRule
 
 MANIFEST = "rlctl_manifest.json"
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DIGITS = 18  # of an iteration's number
 _NAMED = 3  # tensors that a message lists
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -52,6 +54,13 @@ class HfView:
         self.dropped = sorted(name for name in entries if base.is_derived(name))
         self.repeated = copies
         _check_names(folder, wanted.keys(), entries.keys() - copies.keys() - set(self.dropped))
+        for name in wanted.keys() | copies.keys():
+            if entries[name].dtype not in WEIGHT_DTYPES:
+                raise RlctlError(
+                    f"`{entries[name].file}`: tensor `{name}` is {str(entries[name].dtype).removeprefix('torch.')}, "
+                    "which is not understood as weights",
+                    f"give a model in {', '.join(str(d).removeprefix('torch.') for d in WEIGHT_DTYPES)}",
+                )
         for name, shape in (wanted | {name: wanted[of] for name, of in copies.items()}).items():
             if entries[name].shape != shape:
                 raise _other_shape(folder / entries[name].file.name, name, entries[name].shape, shape)
@@ -191,8 +200,8 @@ def find_iteration(folder: Path) -> Path:
     tracker = folder / resolve.TRACKER
     if not tracker.is_file():
         return folder
-    stated = tracker.read_text().strip()
-    if stated != "release" and not stated.isdecimal():
+    stated = tracker.read_text(errors="replace").strip()
+    if stated != "release" and not (stated.isdecimal() and len(stated) < _DIGITS):
         raise RlctlError(
             f"`{tracker}` says `{stated[:40]}`, which is no iteration", "write a number there, or `release`"
         )
@@ -223,6 +232,9 @@ def read_config(folder: Path) -> HfConfig:
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise RlctlError(f"`{path}`: {name} is {value!r}, it must be a positive whole number", "correct it")
+    epsilon = config.get("rms_norm_eps")
+    if epsilon is not None and not (type(epsilon) in (int, float) and 0 < epsilon < 1):
+        raise RlctlError(f"`{path}`: rms_norm_eps is {epsilon!r}, it must be a small positive number", "correct it")
     try:
         resolve.check_architecture(str(folder), config)
         base.rope(config)

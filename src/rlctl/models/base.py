@@ -7,6 +7,7 @@ without any tensor. The inverse of a rule is never written by hand in a model's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from rlctl.lazy import torch
 
 Shape = tuple[int, ...]
 HfConfig = dict[str, Any]
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class Operation(Protocol):
@@ -135,10 +137,24 @@ def rope(hf: HfConfig) -> dict[str, Any]:
         RlctlError: a rope type other than default, linear or llama3; never a silent fallback.
     """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise RlctlError(f"rope parameters are {scaling!r}, they must be an object", "correct config.json")
     theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise RlctlError(f"rope type `{kind}` is not understood", "rlctl knows default, linear and llama3")
+    needed: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}
+    stated: dict[str, Any] = {"rope_theta": theta, **{name: scaling.get(name) for name in needed[kind]}}
+    for name, value in stated.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise RlctlError(
+                f"{name} is {value!r} for rope type `{kind}`, it must be a positive number", "correct config.json"
+            )
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise RlctlError(
+            f"low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}",
+            "correct config.json",
+        )
     return {**scaling, "rope_theta": float(theta), "rope_type": kind}
 
 
