@@ -125,6 +125,11 @@ def test_phases_and_what_is_left_add_up_to_the_step(made):
     assert findings.slow(made(rising(), name="b")).text.startswith("Generate: 60% of the steps' time")
 
 
+def test_a_logged_rest_of_the_step_is_not_lost(made):
+    found = {p.name: p.share for p in findings.phases(made(rising(**{"time/other_seconds": 1.0})))}
+    assert found == pytest.approx({"generate": 0.6, "train": 0.2, "other": 0.2})
+
+
 def test_tokens_a_second_count_what_was_sampled_and_what_was_trained(made):
     rates = findings.tokens_per_second(made([row(1, 0.1, **{"rollout/invalid_share": 0.25})]))
     assert [points[0][1] for points in rates.values()] == pytest.approx([20 * 8 * 0.75 / 3, 30 * 8 * 0.75 / 5])
@@ -374,6 +379,31 @@ def test_ticks_enclose_any_data(values):
     assert ticks[0] <= min(values) + 1e-9 * abs(min(values)) and ticks[-1] >= max(values) - 1e-9 * abs(max(values))
     assert 2 <= len(ticks) <= 8
     assert charts.lines([charts.Series(label="a", points=list(enumerate(values)))])
+
+
+def test_ticks_can_be_told_apart():
+    drawn = charts.lines([charts.Series(label="a", points=[(1, 1.0), (2, 1.000002)])])
+    labels = re.findall(r'text-anchor="end">([^<]*)</text>', drawn)
+    assert len(labels) == len(set(labels)) > 3
+
+
+def test_an_evaluation_is_on_the_page_of_its_run(made):
+    run = made(rising())
+    estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
+    found = {
+        "task": "toy",
+        "samples": 2,
+        "step": 10,
+        "pass_reward": 0.9,
+        "reward": estimate,
+        "pass_at_k": {"1": estimate},
+    }
+    for name, text in (("one", json.dumps(found)), ("two", "{")):
+        (run.path / "eval" / name).mkdir(parents=True)
+        (run.path / "eval" / name / "results.json").write_text(text)
+    text = page.page(run)
+    assert "<td>10</td><td>toy</td><td>2</td><td>0.500 [0.250, 0.750]</td><td>reward 0.9</td><td>@1 0.500" in text
+    assert "eval/two/results.json: not JSON" in text
 
 
 def test_long_series_are_thinned_to_means():

@@ -156,7 +156,7 @@ def number(value: float) -> str:
 def _tick_label(value: float, step: float) -> str:
     if value == 0:
         return "0"
-    if abs(value) >= 1e5 or step < 1e-4:
+    if abs(value) >= 1e5 or abs(value) < 1e-3 or step < 1e-9:
         return f"{value:.6g}"
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9) + (1 if '25' in f'{step:.3g}' else 0))}f}"
 

@@ -300,7 +300,8 @@ def phases(run: Run) -> list[Phase]:
 
 def phase_points(run: Run) -> dict[str, list[tuple[int, float]]]:
     """Phase -> (step, seconds), with what is left of each step under `other`."""
-    names = [n for n in run.metrics("time/") if n.endswith("_seconds") and n != "time/step_seconds"]
+    whole = ("time/step_seconds", "time/other_seconds")  # what is left is counted here, logged or not
+    names = [n for n in run.metrics("time/") if n.endswith("_seconds") and n not in whole]
     points = {n.removeprefix("time/").removesuffix("_seconds"): run.series(n) for n in names}
     left = dict(run.series("time/step_seconds"))
     for series in points.values():

@@ -203,9 +203,17 @@ def _evaluations(run: Run) -> str:
         where = f"{run.name}/{Path(result['path']).relative_to(run.path)}"
         step = "" if result["step"] is None else str(result["step"])
         rows.append(
-            [step, escape(result["task"]), str(result["samples"]), _interval(result["reward"]), at_k, escape(where)]
+            [
+                step,
+                escape(result["task"]),
+                str(result["samples"]),
+                _interval(result["reward"]),
+                f"reward {result['pass_reward']:g}",
+                at_k,
+                escape(where),
+            ]
         )
-    head = ["step", "evaluation", "samples", "reward (95 %)", "pass@k (95 %)", "files"]
+    head = ["step", "evaluation", "samples", "reward (95 %)", "correct from", "pass@k (95 %)", "files"]
     return table(head, rows)
 
 

@@ -177,7 +177,7 @@ class Run:
 
     @functools.cached_property
     def _evaluations(self) -> list[tuple[Any, str | None]]:
-        needed = files.mapping("task", "samples", "reward", "pass_at_k", "step")
+        needed = files.mapping("task", "samples", "reward", "pass_at_k", "pass_reward", "step")
         found = sorted((self.path / "eval").rglob("results.json"))
         read = [files.document(f, name=str(f.relative_to(self.path)), check=needed) for f in found]
         return [(v and v | {"path": str(f.parent)}, wrong) for f, (v, wrong) in zip(found, read, strict=True)]
