@@ -118,6 +118,12 @@ def test_a_step_that_a_run_does_not_have_is_refused_with_those_it_has(told, tmp_
     assert status == 2 and f"write `{run_dir} --checkpoint 2`" in said
 
 
+def test_a_checkpoint_is_exported_by_the_local_launcher_only(told, tmp_path):
+    run_dir = make_run(tmp_path / "a", ROWS, checkpoints=(2,))
+    status, said = told(run_dir, "--launcher", "env")
+    assert status == 2 and f"rlctl eval {run_dir} --checkpoint 2" in said
+
+
 def test_a_checkpoint_that_this_machine_cannot_load_is_refused_before_workers_start(told, tmp_path):
     run_dir = make_run(tmp_path / "a", ROWS, checkpoints=(2,))
     recipe = yaml.safe_load((tmp_path / "a" / "recipe.yaml").read_text())

@@ -77,7 +77,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  one parameter an option
         )
     if found.step is not None:
         output.note(f"step     {found.step}, {found.why}")
-        evaluation.export(found, device.probe())
+        evaluation.export(found, device.probe(), launcher=launcher or "local")
     parent = run_dir or _default_directory(found)
     here = [] if gpus_per_node is not None else ["cluster.gpus_per_node=null"]  # where it trained is no matter
     results: list[dict[str, Any]] = []

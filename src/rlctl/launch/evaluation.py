@@ -129,7 +129,7 @@ def _best(run: Run, steps: Sequence[int]) -> tuple[int, str]:
     )
 
 
-def export(target: Target, hardware: Hardware) -> None:
+def export(target: Target, hardware: Hardware, *, launcher: str) -> None:
     """Make sure that a run's model is there: a checkpoint's is written into it, by as many processes as saved it.
 
     Raises:
@@ -139,6 +139,11 @@ def export(target: Target, hardware: Hardware) -> None:
     if target.run is None or (folder / "config.json").is_file():
         return
     assert target.recipe is not None
+    if launcher != "local":  # each of its processes would export
+        raise RlctlError(
+            f"step {target.step} of `{target.run}` is not exported, which `--launcher {launcher}` does not do",
+            f"first, with the local launcher: rlctl eval {target.run} --checkpoint {target.step}",
+        )
     recipe = compose.load_resolved(Path(target.recipe))
     gpus, procs = recipe.cluster.gpus_per_node, recipe.cluster.procs
     if recipe.cluster.num_nodes > 1 or (gpus or 0) > hardware.gpus:
