@@ -191,6 +191,13 @@ class Checkpointing:
 
 
 @dataclass(kw_only=True)
+class Checks:
+    """Start-up self-checks (checks.py)."""
+
+    enabled: bool = True
+
+
+@dataclass(kw_only=True)
 class Logger:
     """Metric sinks besides metrics.jsonl."""
 
@@ -241,6 +248,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     env: Env = field(default_factory=Env)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    checks: Checks = field(default_factory=Checks)
     logger: Logger = field(default_factory=Logger)
     cluster: Cluster = field(default_factory=Cluster)
     run_dir: str | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlctl import device, export, plugins
+from rlctl import checks, device, export, plugins
 from rlctl import eval as evaluation
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
@@ -81,6 +81,8 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
     with log.phase("start"):
         run = build(recipe, run_dir, log)
         done = restore(run)
+        if recipe.checks.enabled:
+            check(run, done)
     log.begin_steps(done=done.step)
     last = run.rollouts.num_steps
     if recipe.grpo.val_at_start and done.step == 0:
@@ -170,6 +172,28 @@ def restore(run: Run) -> Progress:
     run.rollouts.publish(run.policy.weights(), version=done.step)
     device.set_rng_state(random_state)
     return done
+
+
+def check(run: Run, done: Progress) -> None:
+    """Do the start-up self-checks; all is as before, after them. Collective.
+
+    Raises:
+        RlctlError: one failed.
+    """
+    began = time.monotonic()
+    subject = checks.Subject(
+        recipe=run.recipe,
+        policy=run.policy,
+        algorithm=run.algorithm,
+        engine=run.engine,
+        environment=run.rollouts.environment,
+        renderer=run.rollouts.renderer,
+        prompts=run.rollouts.prompts,
+        publish=lambda: run.rollouts.publish(run.policy.weights(), version=done.step),
+    )
+    with run.log.phase("checks"):
+        results = checks.run(subject, run.run_dir)
+    run.log.say(f"checks: {len(results)} passed in {time.monotonic() - began:.1f} s")
 
 
 def _load(run: Run, checkpoint: Path, trainer: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -94,7 +94,7 @@ def judge(found: dict, phase: str, action: str, rank: int = 1) -> list[str]:
         wrong.append(f"processes are left: {found['left']}")
     if found["seconds"] > 30 + (STALL_SECONDS if action == "STOP" else 0):
         wrong.append(f"it took {found['seconds']:.0f} s")
-    if phase == "save" and found["whole"]:
+    if phase == "save" and action != "STOP" and found["whole"]:  # one that was only stopped may have been done
         wrong.append(f"a checkpoint of a save that failed: {found['whole']}")
     return wrong
 

@@ -18,7 +18,7 @@ from rlctl.errors import RlctlError
 
 _BLOCK = 1 << 16
 _BLOCKS = 256  # of a weight file that are hashed: another fine-tune of the same model differs everywhere
-_FREE_SECTIONS = ("logger", "checkpointing", "cluster", "run_dir")
+_FREE_SECTIONS = ("checks", "logger", "checkpointing", "cluster", "run_dir")
 
 
 LAYOUT_KEYS = frozenset(

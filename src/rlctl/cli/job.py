@@ -34,6 +34,7 @@ class Request:
     launcher: str | None = None
     run_dir: Path | None = None
     resume: resume.Mode = "never"
+    checks: bool | None = None
 
     def flags(self) -> list[Override]:
         """The options as settings."""
@@ -43,6 +44,7 @@ class Request:
             ("cluster.num_nodes", self.nodes, f"--nodes {self.nodes}"),
             ("cluster.gpus_per_node", self.gpus_per_node, f"--gpus-per-node {self.gpus_per_node}"),
             ("cluster.launcher", self.launcher, f"--launcher {self.launcher}"),
+            ("checks.enabled", self.checks, "--no-checks"),
             ("run_dir", None if self.run_dir is None else str(self.run_dir), f"--run-dir {self.run_dir}"),
         ]
         if self.backend is not None:

@@ -40,6 +40,10 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
     launcher: options.Launcher = None,
     run_dir: options.RunDir = None,
     resume: options.Resume = "never",
+    no_checks: Annotated[
+        bool,
+        typer.Option("--no-checks", metavar=options.FLAG, rich_help_panel="Job", help="Skip the start-up self-checks."),
+    ] = False,
     dry_run: Annotated[
         Literal["plan", "build"] | None,
         typer.Option(
@@ -58,7 +62,7 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
     request = job.Request(
         algorithm=algorithm, overrides=overrides or (), recipe=recipe, model=model, backend=backend,
         recipe_dirs=recipe_dir or (), procs=procs, nodes=nodes, gpus_per_node=gpus_per_node, launcher=launcher,
-        run_dir=run_dir, resume=resume,
+        run_dir=run_dir, resume=resume, checks=False if no_checks else None,
     )  # fmt: skip
     prepared = job.prepare(request, arguments=context.obj)
     if dry_run:

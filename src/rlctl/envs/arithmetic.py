@@ -81,6 +81,10 @@ class Environment:
         """One question, one reply."""
         return Episode(prompt.row["answer"])
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """The sum or product."""
+        return str(prompt.row["answer"])
+
 
 class Episode:
     """One question, one reply."""

@@ -55,6 +55,10 @@ class EnvironmentProtocol(Protocol):
         """Begin an episode."""
         ...
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """A reply that must score 1.0 in every reward part; None where the environment knows none."""
+        ...
+
 
 def refuse_own_prompts(name: str) -> NoReturn:
     """An environment that makes its prompts cannot score others.

@@ -72,6 +72,11 @@ class Environment:
         """One question, one reply."""
         return Episode(self._pool, str(prompt.row[self._column]))
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """The reference answer, as a model gives one."""
+        answer = str(prompt.row[self._column])
+        return answer if "\\boxed" in answer else f"The answer is $\\boxed{{{answer.strip().strip('$')}}}$."
+
 
 class Episode:
     """One question, one reply."""

@@ -86,6 +86,13 @@ class Environment:
         """One question, one reply."""
         return Episode(self._pool, dict(prompt.row))
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """The entry's own answer; some tasks have none."""
+        answer = prompt.row["answer"]
+        if answer is None:
+            return None
+        return f"<answer>{answer}</answer>" if self._options.answer == "tagged" else str(answer)
+
 
 class Episode:
     """One question, one reply."""

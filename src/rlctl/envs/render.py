@@ -41,7 +41,7 @@ class Renderer:
             tokenizer.bos_token_id
         ]
         probe = (Message(role="user", content="a"), Message(role="assistant", content=_MARK))
-        self._closing = self._after_mark(self._text(probe, opens=False))
+        self._closing = self._after_mark(self.text(probe, opens=False))
         self.stop_token_ids = self._end_of_turn()
         """The special token with which the template closes an assistant's message; none if it closes with text."""
 
@@ -51,7 +51,7 @@ class Renderer:
         Raises:
             RlctlError: the template refuses the messages, or begins twice.
         """
-        ids = self._encode(self._text(messages, opens=True))
+        ids = self._encode(self.text(messages, opens=True))
         begin = self.tokenizer.bos_token_id
         if begin is None:
             return ids
@@ -80,7 +80,7 @@ class Renderer:
             RlctlError: the template rewrites earlier messages when later ones follow.
         """
         marked = (*history[:-1], Message(role="assistant", content=_MARK))
-        before, after = self._text(marked, opens=False), self._text((*marked, *answer), opens=True)
+        before, after = self.text(marked, opens=False), self.text((*marked, *answer), opens=True)
         head = before[: before.index(_MARK)] if _MARK in before else None
         if head is None or not after.startswith(head + _MARK):
             raise RlctlError(
@@ -94,7 +94,16 @@ class Renderer:
         ids = self._encode(stop + tail)
         return ids[1:] if ids[:1] == [last_token] else self._encode(tail)
 
-    def _text(self, messages: Sequence[Message], *, opens: bool) -> str:
+    def text(self, messages: Sequence[Message], *, opens: bool) -> str:
+        """A conversation as the template writes it.
+
+        Args:
+            messages: in order.
+            opens: with the opening of the assistant's reply.
+
+        Raises:
+            RlctlError: the template refuses the messages.
+        """
         dicts = [{"role": m.role, "content": m.content} for m in messages]
         try:
             return self.tokenizer.apply_chat_template(dicts, add_generation_prompt=opens, tokenize=False)

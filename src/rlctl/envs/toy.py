@@ -55,6 +55,10 @@ class Environment:
         """One prompt, one reply."""
         return Episode(frozenset(self._options.wanted))
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """A wanted character."""
+        return self._options.wanted[0]
+
 
 class Episode:
     """One prompt, one reply."""

@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 BEAT_SECONDS = 1.0
 STALL_SECONDS = 120.0
-DUMP_SECONDS = 2.0  # for the workers to write their stacks
+DUMP_SECONDS = 0.5  # for the workers to write their stacks
 
 
 def _file(logs: Path, rank: int) -> Path:
@@ -54,10 +54,13 @@ def _runs(state: State) -> bool:
 
 
 def _dump(states: Sequence[State]) -> None:
-    for state in states:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(state["pid"], signal.SIGUSR1)
-            os.kill(state["pid"], signal.SIGCONT)  # a stopped one writes where it was stopped; all are killed next
+    """Let each write its stacks, one that was stopped too, and then stop: all are killed next, and go on no further."""
+    for numbers in ((signal.SIGUSR1, signal.SIGCONT), (signal.SIGSTOP,)):
+        for state in states:
+            with contextlib.suppress(ProcessLookupError):
+                for number in numbers:
+                    os.kill(state["pid"], number)
+        time.sleep(DUMP_SECONDS)
 
 
 class Beat:
@@ -127,7 +130,6 @@ class Watch:
     def _stalled(self, rank: int, seconds: float) -> RlctlError:
         shown = {r: _read(self._logs, r) for r in self._ranks if _file(self._logs, r).is_file()}
         self._dump(list(shown.values()))
-        time.sleep(DUMP_SECONDS)
         others = ", ".join(f"rank {r} in `{s['phase']}`" for r, s in shown.items() if r != rank)
         return RlctlError(
             f"rank {rank} shows no sign of life since {seconds:.0f} s, in phase `{shown[rank]['phase']}`"

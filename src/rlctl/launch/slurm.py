@@ -37,6 +37,7 @@ from rlctl.launch.local import console, die_with_parent
 SCRIPT = "slurm.sh"
 TASK = "rlctl.launch.slurm_task"
 SECONDS_FOR_REPORTS = 5.0  # from the first rank's end until the rest is killed
+SECONDS_FOR_STACKS = 2.0
 QUERY_SECONDS = 30.0  # for squeue, scancel, sbatch and scontrol to answer
 
 
@@ -172,7 +173,7 @@ def run(run_dir: Path, recipe: Recipe, *, stall_seconds: float = STALL_SECONDS) 
         step = _Step(name=name, process=process, log=log_file)
         watch = Watch(
             run_dir / "logs", processes=world, stall_seconds=stall_seconds,
-            alive=lambda state: True, dump=lambda states: step.signal("USR1"),
+            alive=lambda state: True, dump=lambda states: step.dump(),
         )  # fmt: skip
         signals = _supervise(step, watch, run_dir)
     status = _judge(run_dir, step, signals)
@@ -204,6 +205,11 @@ class _Step:
         """Send a signal to every rank; nothing if the step has ended."""
         with contextlib.suppress(RlctlError):
             _ask(["scancel", f"--signal={name}", self.id])
+
+    def dump(self) -> None:
+        """Let every rank write its stacks."""
+        self.signal("USR1")
+        time.sleep(SECONDS_FOR_STACKS)
 
     def kill(self) -> None:
         """End every rank, and srun."""

@@ -1,0 +1,216 @@
+"""What runs inside the process of tests/unit/test_checks.py: runs that are broken on purpose, and their checks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from rlctl import checks, device, trainer
+from rlctl.errors import RlctlError
+from rlctl.log import RunLog
+from rlctl.recipe.compose import compose
+from rlctl.recipe.derive import derive
+
+
+def build(folder: Path, backend: str, *overrides: str) -> trainer.Run:
+    settings = [
+        "cluster.procs=1",
+        "checkpointing.enabled=false",
+        f"policy.megatron_cfg.enabled={backend == 'megatron'}",
+    ]
+    recipe = derive(compose("grpo", "smoke-tiny", [*settings, *overrides]), device.probe()).recipe
+    log = RunLog(folder, writes=True, tensorboard=False, console=None)
+    return trainer.build(recipe, folder, log)
+
+
+@contextlib.contextmanager
+def mask_shifted_by_one(run: trainer.Run) -> Iterator[None]:
+    real = run.policy.forward
+
+    def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(batch, *args, **kwargs)
+        return replace(out, logprobs=out.logprobs.roll(1) * batch.mask)
+
+    with patch.object(run.policy, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def attention_leaks(run: trainer.Run) -> Iterator[None]:
+    """Packed sequences run as one: positions and boundaries do not begin anew."""
+    module = type(run.policy).__module__
+    from rlctl.policy.packing import build_microbatch
+
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        made = build_microbatch(*args, **kwargs)
+        tokens = made.tokens.shape[1]
+        return replace(
+            made, position_ids=torch.arange(tokens)[None], cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32)
+        )
+
+    with patch(f"{module}.build_microbatch", joined):
+        yield
+
+
+@contextlib.contextmanager
+def head_stays_behind(run: trainer.Run) -> Iterator[None]:
+    real = run.engine.load_weights
+
+    class WithoutHead:
+        def __init__(self, source: Any) -> None:
+            self.source = source
+
+        def specs(self) -> Any:
+            return self.source.specs()
+
+        def whole(self, *args: Any, **kwargs: Any) -> Iterator[list]:
+            for bucket in self.source.whole(*args, **kwargs):
+                yield [(n, first.setdefault(n, t.clone()) if "lm_head" in n else t) for n, t in bucket]
+
+    first: dict[str, torch.Tensor] = {}
+    with patch.object(run.engine, "load_weights", lambda source, version: real(WithoutHead(source), version)):
+        trainer.restore(run)  # the engine's first head is the one that stays
+        yield
+
+
+@contextlib.contextmanager
+def engine_samples_at_another_temperature(run: trainer.Run) -> Iterator[None]:
+    with patch.object(checks, "Sampling", lambda **options: trainer_sampling(**(options | {"temperature": 0.7}))):
+        yield
+
+
+def trainer_sampling(**options: Any) -> Any:
+    from rlctl.types import Sampling
+
+    return Sampling(**options)
+
+
+@contextlib.contextmanager
+def prompts_begin_twice(run: trainer.Run) -> Iterator[None]:
+    renderer = run.rollouts.renderer
+    real, begin = renderer.prompt, renderer.tokenizer.eos_token_id
+    before, renderer.tokenizer.bos_token = renderer.tokenizer.bos_token, renderer.tokenizer.eos_token
+    with patch.object(renderer, "prompt", lambda messages: [begin, begin, *real(messages)]):
+        yield
+    renderer.tokenizer.bos_token = before
+
+
+@contextlib.contextmanager
+def template_rewrites_earlier_messages(run: trainer.Run) -> Iterator[None]:
+    renderer = run.rollouts.renderer
+    real = renderer.text
+    with patch.object(renderer, "text", lambda messages, *, opens: f"{len(messages)} {real(messages, opens=opens)}"):
+        yield
+
+
+@contextlib.contextmanager
+def grader_does_not_take_gold(run: trainer.Run) -> Iterator[None]:
+    with patch.object(run.rollouts.environment, "gold", lambda prompt: "#"):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_grows_with_microbatches(run: trainer.Run) -> Iterator[None]:
+    module = type(run.policy).__module__
+    from rlctl.policy.loss import weighted_loss
+
+    counts: list[int] = []
+    real = run.policy._microbatches
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        counts.append(len(found))
+        return found
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        return weighted_loss(*args, **kwargs) * counts[-1]
+
+    with patch.object(run.policy, "_microbatches", counted), patch(f"{module}.weighted_loss", scaled):
+        yield
+
+
+@contextlib.contextmanager
+def tokenizer_of_a_larger_vocabulary(run: trainer.Run) -> Iterator[None]:
+    tokenizer = run.rollouts.renderer.tokenizer
+    with patch.object(type(tokenizer), "get_vocab", lambda self: {"a": 0, "far": 99_999}):
+        yield
+
+
+FAULTS = {
+    "ratio": [mask_shifted_by_one, engine_samples_at_another_temperature],
+    "packing": [attention_leaks],
+    "weight sync": [head_stays_behind],
+    "template": [prompts_begin_twice, template_rewrites_earlier_messages],
+    "gold": [grader_does_not_take_gold],
+    "split": [gradient_grows_with_microbatches],
+    "identity": [tokenizer_of_a_larger_vocabulary],
+}
+
+
+def outcomes(folder: Path, backend: str) -> dict[str, str]:
+    """Fault -> the check that told it; `sound` -> what the sound run says."""
+    run = build(folder, backend)
+    trainer.restore(run)
+    found = {"sound": _checked(run)}
+    for faults in FAULTS.values():
+        for fault in faults:
+            with fault(run):
+                found[fault.__name__] = _checked(run)
+            trainer.restore(run)
+    return found | {"sound again": _checked(run)}
+
+
+def _checked(run: trainer.Run) -> str:
+    try:
+        trainer.check(run, trainer.Progress())
+    except RlctlError as error:
+        return f"{error.exit_status} {error.message}"
+    return "passed"
+
+
+def unchanged(folder: Path, backend: str) -> dict[str, bool]:
+    """What checks leave as it was."""
+    run = build(folder, backend, "loss_fn.reference_policy_kl_penalty=0.1")
+    trainer.restore(run)
+    for _ in range(2):  # without and with an optimizer's state
+        before, random_before = checks._snapshot(run.policy.state().local), torch.get_rng_state()
+        trainer.check(run, trainer.Progress())
+        same = {
+            "state": _equal(before, run.policy.state().local),
+            "random": torch.equal(random_before, torch.get_rng_state()),
+        }
+        if not all(same.values()):
+            return same
+        batch = checks.probe(_subject(run))
+        batch = batch.replace(ref_logprobs=torch.zeros(len(batch.tokens)))
+        batch = batch.replace(
+            advantages=run.algorithm.advantages(batch), loss_weights=run.algorithm.loss_weights(batch)
+        )
+        run.policy.set_lr(1e-3)
+        run.policy.train_step(batch, run.algorithm)
+        trainer.restore(run)
+    return same
+
+
+def _subject(run: trainer.Run) -> checks.Subject:
+    return checks.Subject(
+        recipe=run.recipe, policy=run.policy, algorithm=run.algorithm, engine=run.engine,
+        environment=run.rollouts.environment, renderer=run.rollouts.renderer, prompts=run.rollouts.prompts,
+        publish=lambda: None,
+    )  # fmt: skip
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
