@@ -203,10 +203,10 @@ def judge(source: Path, original: Path, work: Path, options: dict[str, Any]) -> 
 def _transformers_agrees(folder: Path, wanted: Stored) -> bool:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception:  # a field that no weight depends on, e.g. `attention_dropout: {}`; it is in the source too
         return True
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(p.numel() for p in model.parameters())
     head = "lm_head.weight"
     stated = sum(_numel(s) for n, (_, s, _) in wanted.items() if not (config.tie_word_embeddings and n == head))

@@ -236,7 +236,10 @@ def _read_metadata(path: Path) -> Metadata:
         assert all(
             isinstance(i, MetadataIndex) and isinstance(s, _StorageInfo) for i, s in metadata.storage_data.items()
         )
-        metadata.state_dict_metadata.items()
+        for value in metadata.state_dict_metadata.values():
+            if isinstance(value, TensorStorageMetadata):
+                assert isinstance(value.properties.dtype, torch.dtype)
+                assert all(type(n) is int for c in value.chunks for n in (*value.size, *c.offsets, *c.sizes))
     except FileNotFoundError as error:
         raise RlctlError(f"`{path}` is missing", "give a directory with a checkpoint in torch_dist format") from error
     except Exception as error:  # a damaged pickle raises anything

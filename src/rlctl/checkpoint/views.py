@@ -19,15 +19,23 @@ from rlctl.checkpoint import safetensors, torch_dist
 from rlctl.errors import RlctlError
 from rlctl.models import base, resolve
 from rlctl.models.base import HfConfig, Shape, Stacked, WeightRule
+from rlctl.parallel import num_experts
 
 MANIFEST = "rlctl_manifest.json"
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_BLOCKS = 1_000_000  # a damaged config must not make a table without end
+_ASSUMED = {  # defaults of transformers' config classes that no other field decides
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+    "qwen3_moe": ("num_key_value_heads",),
+}
 _DIGITS = 18  # of an iteration's number
+_ALWAYS = 6  # of the sizes below: the first ones may not be null
 _NAMED = 3  # tensors that a message lists
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
 
 
@@ -230,8 +238,20 @@ def read_config(folder: Path) -> HfConfig:
         raise RlctlError(f"`{path}` is no JSON object", "restore it from where the model came from")
     for name in _SIZES:
         value = config.get(name)
-        if value is not None and (type(value) is not int or value < 1):
+        stated = value is not None or (name in config and name in _SIZES[:_ALWAYS])
+        if stated and (type(value) is not int or value < 1):
             raise RlctlError(f"`{path}`: {name} is {value!r}, it must be a positive whole number", "correct it")
+    for name in _ASSUMED.get(str(config.get("model_type")), ()):
+        if name not in config:
+            raise RlctlError(
+                f"`{path}` lacks {name}, for which transformers assumes a number that no file states",
+                "add it, as transformers writes it",
+            )
+    layers, experts = config.get("num_hidden_layers") or 1, num_experts(config) or 1
+    if layers * experts > _MOST_BLOCKS:
+        raise RlctlError(
+            f"`{path}`: {layers:,} layers of {experts:,} experts are more than {_MOST_BLOCKS:,} blocks", "correct it"
+        )
     epsilon = config.get("rms_norm_eps")
     if epsilon is not None and not (type(epsilon) in (int, float) and 0 < epsilon < 1):
         raise RlctlError(f"`{path}`: rms_norm_eps is {epsilon!r}, it must be a small positive number", "correct it")
