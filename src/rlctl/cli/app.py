@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import _click
 
-from rlctl.cli import convert, doctor, options, output, recipes, runs, train
+from rlctl.cli import bench, convert, doctor, options, output, recipes, runs, train
 from rlctl.cli import eval as evaluation
 from rlctl.cli import plan as planning
 from rlctl.errors import INTERRUPTED, RlctlError
@@ -22,6 +22,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("train", rich_help_panel="Run", epilog=train.EXAMPLES, no_args_is_help=True)(train.train)
 app.add_typer(convert.app, name="convert", rich_help_panel="Run")
+app.add_typer(bench.app, name="bench", rich_help_panel="Run")
 app.command("eval", rich_help_panel="Run", epilog=evaluation.EXAMPLES, no_args_is_help=True)(evaluation.evaluate)
 app.command("plan", rich_help_panel="Look and check", epilog=planning.EXAMPLES, no_args_is_help=True)(planning.plan)
 app.add_typer(runs.app, name="runs", rich_help_panel="Look and check")
@@ -72,6 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _normalized(arguments: Sequence[str]) -> list[str]:
     """`--dry-run` takes an optional value, after `=` only: the next argument is never its value."""
+    arguments = bench.normalized(arguments)
     return ["--dry-run=plan" if a == "--dry-run" else a for a in arguments]
 
 

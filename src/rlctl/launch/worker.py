@@ -58,21 +58,7 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         log = RunLog(
             run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console, on_phase=beat.says
         )
-        from rlctl.eval import EXPORT_FILE, SETTINGS_FILE, evaluate
-        from rlctl.export import of_checkpoint
-        from rlctl.report import page as report
-        from rlctl.report.run import Run
-        from rlctl.trainer import train
-
-        finished = True
-        if (run_dir / SETTINGS_FILE).is_file():
-            evaluate(recipe, run_dir, log)
-        elif (run_dir / EXPORT_FILE).is_file():
-            of_checkpoint(recipe, run_dir, log)
-        else:
-            finished = train(recipe, run_dir, log, stop=stop)
-            if rank == 0:
-                report.write(Run(run_dir, ended=True))
+        finished = _job(recipe, run_dir, log, stop)
         log.close()
         device.destroy_process_group()
     except BaseException as error:
@@ -92,6 +78,30 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
             print(f"error: {problem.message}\nhint: {problem.hint}", file=console, flush=True)
         return status
     return 0 if finished else INTERRUPTED
+
+
+def _job(recipe: Any, run_dir: Path, log: Any, stop: Stop) -> bool:
+    """Do what the directory asks for; returns whether it is done."""
+    from rlctl.bench import measure  # heavy, see `main`
+    from rlctl.bench.job import JOB_FILE
+    from rlctl.eval import EXPORT_FILE, SETTINGS_FILE, evaluate
+    from rlctl.export import of_checkpoint
+    from rlctl.report import page as report
+    from rlctl.report.run import Run
+    from rlctl.trainer import train
+
+    if (run_dir / SETTINGS_FILE).is_file():
+        evaluate(recipe, run_dir, log)
+    elif (run_dir / EXPORT_FILE).is_file():
+        of_checkpoint(recipe, run_dir, log)
+    elif (run_dir / JOB_FILE).is_file():
+        measure.run(recipe, run_dir, log)
+    else:
+        finished = train(recipe, run_dir, log, stop=stop)
+        if int(os.environ["RANK"]) == 0:
+            report.write(Run(run_dir, ended=True))
+        return finished
+    return True
 
 
 def _take_output(path: Path) -> TextIO:

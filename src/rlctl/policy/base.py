@@ -53,6 +53,18 @@ class PolicyProtocol(Protocol):
         """
         ...
 
+    def backward(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
+        """The first half of `train_step`: gradients, left for `update` or `gradients`; nothing is updated."""
+        ...
+
+    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The second half of `train_step`, by what `backward` left and returned."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole gradient, fp32) after `backward`. Collective; every rank exhausts it."""
+        ...
+
     def set_lr(self, lr: float) -> None:
         """Learning rate of the updates to come."""
         ...

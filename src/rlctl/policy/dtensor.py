@@ -131,7 +131,14 @@ class Policy:
         Raises:
             RlctlError: the gradient is not finite; the weights are as before.
         """
-        metrics = self.backward(batch, algorithm)
+        return self.update(self.backward(batch, algorithm))
+
+    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+        """One optimizer update by the gradients of `backward`, which gave `metrics`; returns what `train_step` does.
+
+        Raises:
+            RlctlError: the gradient is not finite; the weights are as before.
+        """
         if not math.isfinite(metrics["grad_norm"]):
             raise RlctlError(
                 f"the gradient norm is {metrics['grad_norm']}, with a loss of {metrics['loss']}",

@@ -111,7 +111,14 @@ class Policy:
 
     def train_step(self, batch: Batch, algorithm: AlgorithmProtocol) -> dict[str, float]:
         """One optimizer update; returns loss, grad_norm, entropy and the algorithm's metrics."""
-        metrics = self.backward(batch, algorithm)
+        return self.update(self.backward(batch, algorithm))
+
+    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+        """One optimizer update by the gradients of `backward`, which gave `metrics`; returns what `train_step` does.
+
+        Raises:
+            RlctlError: the gradient is not finite; the weights are as before.
+        """
         if not self._gradients_are_finite():
             raise RlctlError(
                 f"the gradient is not finite, with a loss of {metrics['loss']}",

@@ -1,0 +1,1 @@
+"""Training backends side by side on the same tokens."""
