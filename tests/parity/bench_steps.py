@@ -73,5 +73,6 @@ def records(model: Path, folder: Path, zeroed: str) -> dict[str, Any]:
     parity.measure(policy("megatron", model), changed, honest, folder / "token changed")
     parity.measure(policy("megatron", model, precision="bfloat16"), batch, honest, folder / "other precision")
     parity.measure(policy("megatron", model, activation_checkpointing=True), batch, honest, folder / "recompute")
-    side = measure.Side(recipe=recipe("dtensor"), policy=policy("dtensor", model), algorithm=honest)
+    learner = dtensor.Policy(recipe("dtensor"), model, reference=True)
+    side = measure.Side(recipe=recipe("dtensor"), policy=learner, algorithm=honest)
     return {"steps": [measure._step(side, batch, step) for step in (1, 2)]}
