@@ -148,6 +148,13 @@ class Data:
     """Column with the prompt: text, or a list of {role, content} messages."""
     output_key: str | None = None
     """Column with the reference answer; optional: the reward sees the whole row."""
+    messages_key: str = "messages"
+    """sft: column with a conversation, a list of {role, content}; every assistant's message is learned."""
+    prompt_key: str = "prompt"
+    """dpo: column with what both answers answer: text, or a list of {role, content}."""
+    chosen_key: str = "chosen"
+    """dpo: column with the preferred answer: text, or messages, with or without those of the prompt."""
+    rejected_key: str = "rejected"
     system_prompt: str | None = None
     max_input_seq_length: int | None = None
     """Longer prompts are dropped at load, with their count; derived: max_total_sequence_length - 1."""

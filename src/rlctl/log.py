@@ -139,12 +139,20 @@ def _tensorboard(folder: Path, *, purge_step: int | None) -> Any:
 
 def _progress(step: int, total: int, line: Mapping[str, float]) -> str:
     width = len(str(total))
-    parts = [f"step {step:{width}}/{total}", f"reward {line['rollout/reward']:.3f}"]
-    shown = (("train/loss", "loss", ".4f"), ("train/grad_norm", "grad norm", ".3g"), ("train/kl", "kl", ".2g"))
+    generated = "rollout/reward" in line
+    parts = [f"step {step:{width}}/{total}", *([f"reward {line['rollout/reward']:.3f}"] if generated else [])]
+    shown = (
+        ("train/loss", "loss", ".4f"),
+        ("train/grad_norm", "grad norm", ".3g"),
+        ("train/kl", "kl", ".2g"),
+        ("train/preference_accuracy", "accuracy", ".2f"),
+        ("train/preference_margin", "margin", ".3g"),
+    )
     parts += [f"{label} {line[name]:{form}}" for name, label, form in shown if name in line]
-    parts.append(f"length {line['rollout/response_length']:.0f}")
-    if line["rollout/invalid_share"] > 0:
-        parts.append(f"invalid {line['rollout/invalid_share']:.0%}")
-    parts.append(f"mismatch {line['mismatch/token_mult_prob_error'] - 1:.4f}")  # 0 is agreement
+    if generated:
+        parts.append(f"length {line['rollout/response_length']:.0f}")
+        if line["rollout/invalid_share"] > 0:
+            parts.append(f"invalid {line['rollout/invalid_share']:.0%}")
+        parts.append(f"mismatch {line['mismatch/token_mult_prob_error'] - 1:.4f}")  # 0 is agreement
     parts.append(f"{line['time/step_seconds']:.1f} s")
     return "  ".join(parts)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from rlctl import checks, device, export, plugins
 from rlctl import eval as evaluation
+from rlctl.algorithms import base as algorithms
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
 from rlctl.config import Checkpointing, Recipe, Steps
@@ -33,6 +34,7 @@ from rlctl.models.resolve import resolve
 from rlctl.policy.base import PolicyProtocol, TrainState
 from rlctl.policy.schedule import learning_rate
 from rlctl.rollout import Colocated, build_environment, input_limit, write_rollouts
+from rlctl.supervised import Supervised
 from rlctl.types import Batch
 
 
@@ -46,8 +48,9 @@ class Run:
     tokenizer: Any
     policy: PolicyProtocol
     algorithm: AlgorithmProtocol
-    engine: EngineProtocol
-    rollouts: Colocated
+    engine: EngineProtocol | None
+    """None where nothing is generated."""
+    rollouts: Colocated | Supervised
     log: RunLog
     identity: dict[str, str]
     """Hashes of what the run is about (checkpoint/identity.py)."""
@@ -61,6 +64,7 @@ class Progress:
     saved: int = 0
     """The step of the newest checkpoint."""
     first_reward: float = math.nan
+    """Of the first step, by which the run's end is measured; the loss where nothing is rewarded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of `step`."""
 
@@ -94,24 +98,26 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
             return False
         began = time.monotonic()
         metrics = train_step(run, step)
-        if _due(recipe.logger.rollouts_period, step, last) and dist.get_rank() == 0:
-            write_rollouts(run_dir / "rollouts" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
+        if _due(recipe.logger.rollouts_period, step, last):
+            _dump(run, "rollouts", step)
         if _validates(recipe.grpo, step, last):
             metrics |= validate(run, step)
         log.step(step, metrics, total=last)  # before the save: a checkpoint's step has its line, whenever the run dies
         done.step, done.metrics = step, metrics
-        done.first_reward = metrics["rollout/reward"] if step == 1 else done.first_reward
+        done.first_reward = metrics[_headline(run)] if step == 1 else done.first_reward
         if _due(recipe.checkpointing.save_period, step, last):
             save(run, done)
         longest = max(longest, time.monotonic() - began)
     if recipe.checkpointing.save_hf:
         with log.phase("export"):
             export.write(run.policy, run_dir / evaluation.HF, model_dir=run.model_dir, tokenizer=run.tokenizer)
-    log.say(f"reward {done.first_reward:.3f} at step 1, {done.metrics['rollout/reward']:.3f} at step {done.step}")
+    name = _headline(run)
+    log.say(f"{name.split('/')[1]} {done.first_reward:.3f} at step 1, {done.metrics[name]:.3f} at step {done.step}")
     log.say(
         (f"model  {run_dir / 'hf'}\n" if recipe.checkpointing.save_hf else "") + f"look   rlctl runs show {run_dir}"
     )
-    run.engine.close()
+    if run.engine is not None:
+        run.engine.close()
     return True
 
 
@@ -120,7 +126,8 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     device.seed_everything(recipe.grpo.seed)
     algorithm_file = plugins.load("algorithm", recipe.algorithm)
     algorithm = algorithm_file.Algorithm(algorithm_file.Config(grpo=recipe.advantage, loss_fn=recipe.loss_fn))
-    environment = build_environment(recipe)
+    generates = algorithms.source(recipe.algorithm) == "rollouts"
+    environment = build_environment(recipe) if generates else None
     assert recipe.policy.model_name is not None
     source = resolve(recipe.policy.model_name)
     model_dir = materialize(source, progress=log.say)
@@ -128,9 +135,14 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
     backend = _backend(recipe)
     policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference="ref" in algorithm.needs)
-    assert recipe.policy.generation.backend is not None
-    engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
-    rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer))
+    engine: EngineProtocol | None = None
+    rollouts: Colocated | Supervised
+    if environment is None:
+        rollouts = Supervised(recipe, Renderer(tokenizer))
+    else:
+        assert recipe.policy.generation.backend is not None
+        engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
+        rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer))
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
     log.say(_data_line(rollouts))
     return Run(
@@ -169,7 +181,8 @@ def restore(run: Run) -> Progress:
         train_state.rewind(run.run_dir, train_state.NOTHING if checkpoint is None else done.step)
         if done.step < run.rollouts.num_steps:
             shutil.rmtree(run.run_dir / "hf", ignore_errors=True)  # of an earlier end, if it had fewer steps to do
-    run.rollouts.publish(run.policy.weights(), version=done.step)
+    if isinstance(run.rollouts, Colocated):
+        run.rollouts.publish(run.policy.weights(), version=done.step)
     device.set_rng_state(random_state)
     return done
 
@@ -244,22 +257,39 @@ def _end_early(run: Run, done: Progress) -> None:
     if done.step == 0:
         saved = "nothing to save yet"
     run.log.say(f"stopped after step {done.step} of {run.rollouts.num_steps}: {saved}")
-    run.engine.close()
+    if run.engine is not None:
+        run.engine.close()
 
 
-def _data_line(rollouts: Colocated) -> str:
+def _dump(run: Run, folder: str, step: int) -> None:
+    """Write the last phase's rollouts."""
+    if isinstance(run.rollouts, Colocated) and dist.get_rank() == 0:
+        write_rollouts(run.run_dir / folder / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
+
+
+def _headline(run: Run) -> str:
+    """The metric that says whether the run gets anywhere."""
+    return "rollout/reward" if isinstance(run.rollouts, Colocated) else "train/loss"
+
+
+def _data_line(rollouts: Colocated | Supervised) -> str:
     """What the prompts amount to; a step that takes more than there are repeats some."""
-    prompts, steps = len(rollouts.prompts), rollouts.recipe.grpo
-    parts = [f"data: {prompts} prompts", f"{rollouts.order.num_steps(1)} steps an epoch"]
+    generates = isinstance(rollouts, Colocated)
+    prompts, steps = rollouts.order.n, rollouts.recipe.grpo
+    what = "prompts" if generates else "rows"
+    limit = input_limit(rollouts.recipe) if generates else rollouts.recipe.policy.max_total_sequence_length
+    parts = [f"data: {prompts} {what}", f"{rollouts.order.num_steps(1)} steps an epoch"]
     if rollouts.dropped:
-        parts.append(f"{rollouts.dropped} dropped, longer than {input_limit(rollouts.recipe)} tokens")
+        parts.append(f"{rollouts.dropped} dropped, longer than {limit} tokens")
     if prompts < steps.num_prompts_per_step:
-        parts.append(f"warning: fewer than the {steps.num_prompts_per_step} of a step, so prompts repeat in it")
+        parts.append(f"warning: fewer than the {steps.num_prompts_per_step} of a step, so {what} repeat in it")
     return ", ".join(parts)
 
 
 def _warn(run: Run, batch: Batch, step: int) -> None:
     """Say what a curve alone would hide: rollouts without a vote, and a step without anything to learn from."""
+    if isinstance(run.rollouts, Supervised):
+        return
     assert batch.advantages is not None
     if run.rollouts.first_error is not None:
         run.log.warn_once("invalid", f"step {step}: a rollout has no vote: {run.rollouts.first_error}")
@@ -314,22 +344,26 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         results = []
         for mini in batch.split(updates):
             results.append(policy.train_step(mini.replace(loss_weights=algorithm.loss_weights(mini)), algorithm))
-    with log.phase("weight_sync"):
-        policy.offload("optimizer")
-        run.rollouts.publish(policy.weights(), version=step)
-        policy.onload("optimizer")
-    return _metrics(results) | run.rollouts.stats | {"train/lr": rate}
+    if isinstance(run.rollouts, Colocated):
+        with log.phase("weight_sync"):
+            policy.offload("optimizer")
+            run.rollouts.publish(policy.weights(), version=step)
+            policy.onload("optimizer")
+    return _metrics(results, sampled=isinstance(run.rollouts, Colocated)) | run.rollouts.stats | {"train/lr": rate}
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
     """Score the held-out prompts with the weights after `step` steps, and dump them; `val/...` metrics."""
     with run.log.phase("validation"):
-        run.policy.offload("optimizer")
-        metrics = evaluation.validate(run.rollouts)
-        run.policy.onload("optimizer")
-    if dist.get_rank() == 0:
-        write_rollouts(run.run_dir / "validation" / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
-    run.log.say(f"validation after step {step}: reward {metrics['val/reward']:.3f}")
+        if isinstance(run.rollouts, Supervised):
+            metrics = run.rollouts.validate(run.policy, run.algorithm)
+        else:
+            run.policy.offload("optimizer")
+            metrics = evaluation.validate(run.rollouts)
+            run.policy.onload("optimizer")
+    _dump(run, "validation", step)
+    name = _headline(run).split("/")[1]
+    run.log.say(f"validation after step {step}: {name} {metrics[f'val/{name}']:.3f}")
     return metrics
 
 
@@ -359,8 +393,15 @@ def _layout(policy: PolicyProtocol) -> str:
     return str(policy.layout)
 
 
-def _metrics(results: list[dict[str, float]]) -> dict[str, float]:
-    """The step's metrics; several updates are averaged, but the mismatch is the first one's, on unchanged weights."""
+def _metrics(results: list[dict[str, float]], *, sampled: bool) -> dict[str, float]:
+    """The step's metrics; several updates are averaged, but the mismatch is the first one's, on unchanged weights.
+
+    Args:
+        results: of each update.
+        sampled: whether an engine sampled the tokens; else there is nothing to mismatch.
+    """
     merged = {name: sum(r[name] for r in results) / len(results) for name in sorted(results[0])}
     mismatch = {name: value for name, value in results[0].items() if name.startswith("mismatch/")}
-    return {f"train/{name}": value for name, value in merged.items() if name not in mismatch} | mismatch
+    return {f"train/{name}": value for name, value in merged.items() if name not in mismatch} | (
+        mismatch if sampled else {}
+    )

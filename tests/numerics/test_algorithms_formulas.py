@@ -9,6 +9,7 @@ import torch
 
 from rlctl import plugins
 from rlctl.algorithms import ops
+from rlctl.algorithms.base import source
 from rlctl.types import TokenOutputs
 from tests.numerics import algorithm_cases as cases
 from tests.numerics.algorithm_cases import ALGORITHMS
@@ -22,7 +23,8 @@ def loss_and_gradient(rule, made, logprobs):
 
 
 def test_every_algorithm_is_in_these_tests():
-    assert tuple(plugins.names("algorithm")) == ALGORITHMS
+    """But those that learn from data, which are in test_supervised.py."""
+    assert tuple(n for n in plugins.names("algorithm") if source(n) == "rollouts") == ALGORITHMS
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+from rlctl import plugins
 from rlctl.config import Recipe
 from rlctl.lazy import torch
 from rlctl.types import Batch, Metric, TokenOutputs
 
 Need = Literal["old", "ref", "entropy", "values"]
+Source = Literal["rollouts", "conversations", "preferences"]
+GROUP_SIZES: dict[Source, int] = {"conversations": 1, "preferences": 2}
+"""Sequences of one data row, where nothing is generated."""
+
+
+def source(algorithm: str) -> Source:
+    """What an algorithm learns from: rollouts, unless its file says otherwise by `SOURCE`."""
+    return getattr(plugins.load("algorithm", algorithm), "SOURCE", "rollouts")
 
 
 class ConfigProtocol(Protocol):

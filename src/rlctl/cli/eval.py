@@ -121,6 +121,7 @@ def _one(request: Request, settings: dict[str, Any], *, arguments: list[str]) ->
     from dataclasses import replace
 
     from rlctl import device  # see cli/train.py
+    from rlctl.algorithms.base import source
     from rlctl.cli import job
     from rlctl.eval import RESULTS_FILE, SETTINGS_FILE, Settings
     from rlctl.launch import env, evaluation, slurm
@@ -129,6 +130,11 @@ def _one(request: Request, settings: dict[str, Any], *, arguments: list[str]) ->
 
     folders = find.directories(request.recipe_dirs)
     algorithm = "grpo" if request.recipe is None else compose.algorithm_of(request.recipe, folders)
+    if source(algorithm) != "rollouts":
+        raise RlctlError(
+            f"a recipe of `{algorithm}` has no task to evaluate",
+            "give one: `--tasks arithmetic`, or another `--recipe`",
+        )
     hardware = device.probe()
     resolved = derive.derive(job.compose_request(replace(request, algorithm=algorithm)), hardware)
     recipe, run_dir = resolved.recipe, request.run_dir

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import parallel, plugins
+from rlctl.algorithms.base import source
 from rlctl.cli import job
 from rlctl.config import Recipe
 from rlctl.errors import RlctlError
@@ -82,6 +83,11 @@ def _compose(request: Request) -> compose.Composed:
     algorithm = Recipe().algorithm
     if request.recipe is not None:
         algorithm = compose.algorithm_of(request.recipe, find.directories(request.recipe_dirs))
+    if source(algorithm) != "rollouts":
+        raise RlctlError(
+            f"`rlctl plan` plans rollouts and training, and `{algorithm}` has no rollouts",
+            f"`rlctl train {algorithm} --dry-run` says whether it fits",
+        )
     nodes = max(1, request.gpus // NODE)
     return job.compose_request(
         job.Request(

@@ -101,6 +101,9 @@ def _what(plan: dict[str, Any]) -> list[str]:
     tp = (
         f", tensor parallel {generation['vllm_cfg']['tensor_parallel_size']}" if generation["backend"] == "vllm" else ""
     )
+    new = f", at most {generation['max_new_tokens']} new" if generation["backend"] is not None else ""
+    generates = generation["backend"] is not None
+    what = "rows x {} sequences" if not generates else "prompts x {} samples"
     steps = f"at most {grpo['max_num_steps']} steps, {grpo['max_num_epochs']} epoch{'s' * (grpo['max_num_epochs'] > 1)}"
     return [
         _row("recipe", f"{plan['recipe']['name']} ({short(Path(plan['recipe']['path']))})"),
@@ -109,12 +112,12 @@ def _what(plan: dict[str, Any]) -> list[str]:
         _row("layout", f"{plan['layout']['text']} on {_processes(plan['needs'])}"),
         _row(
             "batch",
-            f"{grpo['num_prompts_per_step']} prompts x {grpo['num_generations_per_prompt']} samples = "
+            f"{grpo['num_prompts_per_step']} {what.format(grpo['num_generations_per_prompt'])} = "
             f"{plan['batch']['sequences']} sequences, {updates} update{'s' * (updates > 1)} a step{tokens}",
         ),
-        _row("lengths", f"{policy['max_total_sequence_length']} tokens, at most {generation['max_new_tokens']} new"),
-        _row("engine", generation["backend"] + tp),
-        _row("task", f"{recipe['env']['name']}, {steps}"),
+        _row("lengths", f"{policy['max_total_sequence_length']} tokens{new}"),
+        *([_row("engine", generation["backend"] + tp)] if generates else []),
+        _row("task" if generates else "data", f"{recipe['env']['name'] or recipe['data']['train_path']}, {steps}"),
     ]
 
 

@@ -21,13 +21,17 @@ rlctl train grpo --model smollm2-135m --backend megatron grpo.max_num_steps=5
 rlctl train grpo --model llama-3.1-70b --backend megatron --dry-run
 rlctl train grpo --recipe smoke-tiny --run-dir runs/my --resume auto
 rlctl train grpo --model llama-3.1-70b --backend megatron --launcher slurm
+rlctl train sft --model DIR data.train_path=conversations.jsonl
 rlctl train grpo --model DIR data.train_path=my.jsonl env.reward=my_file.py:score"""
 
 
 def train(  # noqa: PLR0913, PLR0917  one parameter an option
     context: typer.Context,
     algorithm: Annotated[
-        str, typer.Argument(metavar="ALGORITHM", show_default=False, help="A file in algorithms/, e.g. grpo.")
+        str,
+        typer.Argument(
+            metavar="ALGORITHM", show_default=False, help="grpo, dapo, gspo, ...; sft and dpo learn from data."
+        ),
     ],
     overrides: options.Overrides = None,
     recipe: options.Recipe = None,

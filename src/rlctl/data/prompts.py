@@ -35,6 +35,23 @@ def load(data: config.Data, *, key: Literal["train_path", "val_path"] = "train_p
     Raises:
         RlctlError: no such file, unknown format, broken line, missing column, no rows, or an unusable prompt.
     """
+    prompts: list[Prompt] = []
+    for where, row in rows(data, key=key):
+        check_columns(row, {"data.input_key": data.input_key, "data.output_key": data.output_key}, where)
+        prompts.append(
+            Prompt(messages=messages(row[data.input_key], data.input_key, where), row=row, index=len(prompts))
+        )
+    return prompts
+
+
+def rows(
+    data: config.Data, *, key: Literal["train_path", "val_path"] = "train_path"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each row stands, and the row. At least one.
+
+    Raises:
+        RlctlError: no such file, unknown format, broken line, or no rows.
+    """
     path = Path(getattr(data, key))
     read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in _SUFFIXES:
@@ -43,15 +60,12 @@ def load(data: config.Data, *, key: Literal["train_path", "val_path"] = "train_p
         )
     if not path.is_file():
         raise RlctlError(f"data.{key}: no file `{path}`", f"give an existing file (looked in {path.absolute().parent})")
-    prompts: list[Prompt] = []
+    found = False
     for where, row in read[path.suffix](path):
-        _check_columns(row, data, where)
-        prompts.append(
-            Prompt(messages=_messages(row[data.input_key], data.input_key, where), row=row, index=len(prompts))
-        )
-    if not prompts:
+        found = True
+        yield where, row
+    if not found:
         raise RlctlError(f"data.{key} `{path}` has no rows", "give a file with at least one row")
-    return prompts
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -84,8 +98,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise RlctlError(f"`{path}` is not a readable parquet file: {error}", "write it again") from error
 
 
-def _check_columns(row: Mapping[str, Any], data: config.Data, where: str) -> None:
-    for key, column in (("data.input_key", data.input_key), ("data.output_key", data.output_key)):
+def check_columns(row: Mapping[str, Any], columns: Mapping[str, str | None], where: str) -> None:
+    """Refuse a row without a column, by the recipe's key that names it.
+
+    Raises:
+        RlctlError: names the column, the key and the columns that are there.
+    """
+    for key, column in columns.items():
         if column is not None and column not in row:
             near = difflib.get_close_matches(column, row, n=1)
             raise RlctlError(
@@ -94,11 +113,11 @@ def _check_columns(row: Mapping[str, Any], data: config.Data, where: str) -> Non
             )
 
 
-def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
+def messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
     """A prompt column's conversation: a text is one user message."""
     if isinstance(value, str) and value.strip():
         return (Message(role="user", content=value),)
-    fits = isinstance(value, list) and value and all(_is_message(m) for m in value)
+    fits = isinstance(value, list) and value and all(is_message(m) for m in value)
     if not fits:
         raise RlctlError(
             f"{where}: column `{column}` holds {str(value)[:60]!r}, which is no prompt",
@@ -112,7 +131,8 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
     return tuple(Message(role=m["role"], content=m["content"]) for m in value)
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether it has a role and a content, both text."""
     return isinstance(value, Mapping) and all(isinstance(value.get(k), str) for k in ("role", "content"))
 
 

@@ -94,6 +94,48 @@ class Renderer:
         ids = self._encode(stop + tail)
         return ids[1:] if ids[:1] == [last_token] else self._encode(tail)
 
+    def conversation(self, messages: Sequence[Message], *, last_only: bool) -> tuple[list[int], list[bool]]:
+        """Tokens of a whole conversation, and which of them the assistant would have to sample.
+
+        An answer is encoded behind its prompt as `prompt` encodes it, and ends with the token that ends a turn, so that
+        a model is trained on what it meets when it generates.
+
+        Args:
+            messages: begins with another role's and ends with the assistant's.
+            last_only: only the last answer counts.
+
+        Returns:
+            Token ids [n], and mask [n]: True on answers, their end-of-turn token included.
+
+        Raises:
+            RlctlError: the template rewrites earlier messages when later ones follow.
+        """
+        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        tokens: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for i in answers[-1:] if last_only else answers:
+            opened, closed = self.text(messages[:i], opens=True), self.text(messages[: i + 1], opens=False)
+            if not opened.startswith(done) or not closed.startswith(opened):
+                raise RlctlError(
+                    "the chat template rewrites earlier messages once later ones follow: masks would be wrong",
+                    "set policy.tokenizer.chat_template to one that renders each message on its own",
+                )
+            before = self._encode(opened[len(done) :]) if tokens else self.prompt(messages[:i])
+            answer = self._encode(closed[len(opened) :])
+            after = self._after_turn(answer)
+            tokens += before + answer
+            mask += [False] * len(before) + [True] * (len(answer) - after) + [False] * after
+            done = closed
+        if not self.stop_token_ids and tokens[-1] != self.tokenizer.eos_token_id:
+            tokens, mask = [*tokens, self.tokenizer.eos_token_id], [*mask, True]
+        return tokens, mask
+
+    def _after_turn(self, answer: Sequence[int]) -> int:
+        """How many tokens the template writes behind the one that ends the turn, e.g. 1 for a line feed."""
+        ends = [i for i, token in enumerate(answer) if token in self.stop_token_ids]
+        return len(answer) - 1 - ends[-1] if ends else 0
+
     def text(self, messages: Sequence[Message], *, opens: bool) -> str:
         """A conversation as the template writes it.
 

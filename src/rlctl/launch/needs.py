@@ -51,7 +51,8 @@ def needs(resolved: Resolved) -> Needs:
     if resolved.recipe.cluster.procs is None:
         return Needs(memory=estimate, cache_bytes=0, rank_bytes=estimate.training, node_bytes=0)
     cache = generation.vllm_cfg.kv_cache_bytes if generation.backend == "vllm" else 0
-    engine = cache + estimate.engine_weights + estimate.reference
+    copy = 0 if generation.backend is None else estimate.engine_weights
+    engine = cache + copy + estimate.reference
     own = estimate.training - memory.UNMODELLED_BYTES + engine + HOST_PROCESS_BYTES
     return Needs(memory=estimate, cache_bytes=cache, rank_bytes=own, node_bytes=own * resolved.recipe.cluster.procs)
 
@@ -66,7 +67,7 @@ def breakdown(resolved: Resolved, need: Needs) -> dict[str, int]:
         return parts | {"not modelled": memory.UNMODELLED_BYTES}
     return parts | {
         "reference": need.memory.reference,
-        "engine weights": need.memory.engine_weights,
+        "engine weights": 0 if resolved.recipe.policy.generation.backend is None else need.memory.engine_weights,
         "kv cache": need.cache_bytes,
         "process": HOST_PROCESS_BYTES,
     }
@@ -75,6 +76,8 @@ def breakdown(resolved: Resolved, need: Needs) -> dict[str, int]:
 def fits(resolved: Resolved, need: Needs, *, memory_bytes: float) -> bool:
     """Whether a GPU of that size holds the fullest rank, in training and with the engine awake."""
     generation = resolved.recipe.policy.generation
+    if generation.backend is None:
+        return need.memory.training <= memory_bytes
     if generation.backend == "vllm":
         return need.memory.fits(memory_bytes, utilization=generation.vllm_cfg.gpu_memory_utilization)
     return max(need.memory.training, need.memory.resident + need.memory.engine_weights) <= memory_bytes

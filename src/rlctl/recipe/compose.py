@@ -33,6 +33,7 @@ from rlctl.recipe.overrides import Override, parse
 from rlctl.recipe.places import Places, short
 
 NATIVE = "rlctl_recipe"
+OmegaConf.register_new_resolver("recipes", lambda: str(find.packaged()), replace=True)  # where recipes' own data are
 _LONG = {"fp32": "float32", "bf16": "bfloat16"}  # what other tools write for policy.precision
 
 
@@ -225,7 +226,7 @@ def _resolve(algorithm: str, composed: dict[str, Any], places: Places) -> dict[s
         key = getattr(error, "full_key", None) or ""
         raise RlctlError(
             f"`{key}` does not resolve: {str(error).splitlines()[0]} ({places.of(key)})",
-            "an interpolation is `${section.key}` or `${oc.env:NAME}`",
+            "an interpolation is `${section.key}`, `${oc.env:NAME}`, or `${recipes:}` for the package's recipes",
         ) from error
     return _only_written(full, composed)
 

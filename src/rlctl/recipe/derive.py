@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlctl import config, parallel, plugins
+from rlctl.algorithms.base import GROUP_SIZES, source
 from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.models import resolve
@@ -119,6 +120,9 @@ def _check_positive(recipe: config.Recipe) -> None:
 def _check_task(recipe: config.Recipe) -> None:
     """Whether a task is named with what it needs; whether it works is launch/task_check.py's."""
     env, data = recipe.env, recipe.data
+    if source(recipe.algorithm) != "rollouts":
+        _check_data(recipe)
+        return
     if env.name is None:
         known = ", ".join(n for n in plugins.names("environment") if n != "function")
         raise RlctlError(
@@ -129,6 +133,23 @@ def _check_task(recipe: config.Recipe) -> None:
         raise RlctlError("environment `function` needs `env.reward`", "set env.reward=my_file.py:score")
     if env.name == "function" and data.train_path is None:
         raise RlctlError("`env.reward` needs prompts: `data.train_path` is not set", "set data.train_path=my.jsonl")
+
+
+def _check_data(recipe: config.Recipe) -> None:
+    """Training on data: there must be some; what is about rollouts is settled, since nothing is generated."""
+    kind, data, steps = source(recipe.algorithm), recipe.data, recipe.grpo
+    assert kind != "rollouts"
+    if data.train_path is None:
+        row = "messages" if kind == "conversations" else "prompt, chosen and rejected"
+        raise RlctlError(
+            f"`{recipe.algorithm}` learns from data, and `data.train_path` is not set",
+            f"set data.train_path=my.jsonl, with {row} in each row",
+        )
+    if (steps.val_period or steps.val_at_start or steps.val_at_end) and data.val_path is None:
+        raise RlctlError("validation needs held-out rows: `data.val_path` is not set", "set data.val_path=held.jsonl")
+    recipe.env = config.Env()
+    recipe.grpo.num_generations_per_prompt = GROUP_SIZES[kind]
+    recipe.policy.generation = config.Generation(vllm_cfg=recipe.policy.generation.vllm_cfg)
 
 
 def _backend(recipe: config.Recipe) -> Backend:
@@ -285,23 +306,33 @@ def _batches(recipe: config.Recipe, layout: Layout) -> None:
             exit_status=ENVIRONMENT,
         )
     policy.logprob_batch_size = policy.logprob_batch_size or policy.train_micro_batch_size
+    together = group if source(recipe.algorithm) == "preferences" else 1  # a pair shares a microbatch
+    if policy.train_micro_batch_size < together:
+        raise RlctlError(
+            f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, and a pair of answers shares a "
+            "microbatch",
+            f"set it to {together} or more",
+        )
     if not packing.enabled:
         return
     length = policy.max_total_sequence_length
     padded = -(-length // layout.pad_unit) * layout.pad_unit  # what a sequence of that length takes in a microbatch
     packing.train_mb_tokens = packing.train_mb_tokens or padded * policy.train_micro_batch_size
     packing.logprob_mb_tokens = packing.logprob_mb_tokens or padded * policy.logprob_batch_size
-    for key in ("train_mb_tokens", "logprob_mb_tokens"):
-        if getattr(packing, key) < length:
+    for key, least in (("train_mb_tokens", length * together), ("logprob_mb_tokens", length)):
+        if getattr(packing, key) < least:
+            what = "a sequence" if least == length else "a pair"
             raise RlctlError(
-                f"policy.sequence_packing.{key} is {getattr(packing, key)}, a sequence may have {length} tokens",
-                f"set it to {length} or more",
+                f"policy.sequence_packing.{key} is {getattr(packing, key)}, {what} may have {least} tokens",
+                f"set it to {least} or more",
                 exit_status=ENVIRONMENT,
             )
 
 
 def _engine(recipe: config.Recipe, parameters: int) -> None:
     generation = recipe.policy.generation
+    if source(recipe.algorithm) != "rollouts":
+        return
     if generation.backend is None:
         has_vllm = importlib.util.find_spec("vllm") is not None
         generation.backend = "vllm" if has_vllm and parameters >= TOY_PARAMETERS else "transformers"
@@ -329,12 +360,35 @@ def _check_effect(composed: Composed, recipe: config.Recipe, backend: Backend) -
     unused |= {f"env.{name}.": f"the environment is {task}" for name in plugins.names("environment") if name != task}
     if engine != "vllm":
         unused |= {f"policy.generation.{key}": f"the engine is {engine}" for key in ("vllm_cfg", "vllm_kwargs")}
+    unused |= _unused_by_source(recipe.algorithm)
     if not packing:
         unused |= {f"policy.sequence_packing.{key}_mb_tokens": "packing is off" for key in ("train", "logprob")}
     for override in composed.overrides:
         why = next((unused[prefix] for prefix in unused if override.key.startswith(prefix)), None)
         if why is not None and override.key != f"policy.{other}_cfg.enabled":
             raise RlctlError(f"`{override.text}` has no effect: {why}", "leave it out")
+
+
+def _unused_by_source(algorithm: str) -> dict[str, str]:
+    """Keys without effect, by what an algorithm learns from."""
+    kind = source(algorithm)
+    columns = {
+        "rollouts": ("input_key", "output_key", "max_input_seq_length"),
+        "conversations": ("messages_key",),
+        "preferences": ("prompt_key", "chosen_key", "rejected_key"),
+    }
+    others = [name for other, names in columns.items() if other != kind for name in names]
+    unused = {f"data.{name}": f"`{algorithm}` learns from {kind}" for name in others}
+    if kind != "rollouts":
+        generated = (
+            "env.",
+            "policy.generation.",
+            "grpo.num_generations_per_prompt",
+            "grpo.num_val_generations_per_prompt",
+            "logger.rollouts_period",
+        )
+        unused |= dict.fromkeys(generated, f"`{algorithm}` generates nothing")
+    return unused
 
 
 def _differences(before: Any, after: Any, prefix: str = "") -> dict[str, Any]:
