@@ -193,16 +193,19 @@ def check(run: Run, done: Progress) -> None:
     Raises:
         RlctlError: one failed.
     """
+    rollouts, engine = run.rollouts, run.engine
+    if isinstance(rollouts, Supervised) or engine is None:
+        return  # the probe is a rollout
     began = time.monotonic()
     subject = checks.Subject(
         recipe=run.recipe,
         policy=run.policy,
         algorithm=run.algorithm,
-        engine=run.engine,
-        environment=run.rollouts.environment,
-        renderer=run.rollouts.renderer,
-        prompts=run.rollouts.prompts,
-        publish=lambda: run.rollouts.publish(run.policy.weights(), version=done.step),
+        engine=engine,
+        environment=rollouts.environment,
+        renderer=rollouts.renderer,
+        prompts=rollouts.prompts,
+        publish=lambda: rollouts.publish(run.policy.weights(), version=done.step),
     )
     with run.log.phase("checks"):
         results = checks.run(subject, run.run_dir)

@@ -29,6 +29,7 @@ from rlctl.models.materialize import materialize
 from rlctl.models.resolve import resolve
 from rlctl.policy.base import PolicyProtocol
 from rlctl.policy.schedule import learning_rate
+from rlctl.rollout import Colocated
 from rlctl.types import Batch
 
 _MATMUL = 1024
@@ -59,13 +60,15 @@ def run(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
 def _record(recipe: Recipe, run_dir: Path, log: RunLog, job: Job) -> dict[str, Any]:
     """Generate the recipe's first steps with the initial weights."""
     made = trainer.build(recipe, run_dir, log)
-    made.rollouts.publish(made.policy.weights(), version=0)
+    if isinstance(made.rollouts, Colocated):
+        made.rollouts.publish(made.policy.weights(), version=0)
     batches, seconds = [], []
     for step in range(1, job.steps + 1):
         began = time.monotonic()
         batches.append(made.rollouts.next(step))
         seconds.append(time.monotonic() - began)
-    made.engine.close()
+    if made.engine is not None:
+        made.engine.close()
     if dist.get_rank() == 0:
         replay.save(batches, Path(job.rollouts))
     return {"rollouts": replay.digest(batches), "generation_and_reward_seconds": seconds}
