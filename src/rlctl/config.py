@@ -202,6 +202,8 @@ class Checks:
     """Start-up self-checks (checks.py)."""
 
     enabled: bool = True
+    stop_above_mismatch: float | None = None
+    """The run ends, with exit status 4, where `mismatch/token_mult_prob_error` of a step is above it, e.g. 1.5."""
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
 from rlctl.config import Checkpointing, Recipe, Steps
 from rlctl.envs.render import Renderer
-from rlctl.errors import RlctlError
+from rlctl.errors import CHECK_FAILED, RlctlError
 from rlctl.generation.base import EngineProtocol
 from rlctl.log import RunLog
 from rlctl.models.materialize import load_tokenizer, materialize
@@ -36,6 +36,8 @@ from rlctl.policy.schedule import learning_rate
 from rlctl.rollout import Colocated, build_environment, input_limit, write_rollouts
 from rlctl.supervised import Supervised
 from rlctl.types import Batch
+
+MISMATCH_WARNING = 1.05  # of mismatch/token_mult_prob_error; 1 is agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
         if _validates(recipe.grpo, step, last):
             metrics |= validate(run, step)
         log.step(step, metrics, total=last)  # before the save: a checkpoint's step has its line, whenever the run dies
+        judge_mismatch(log, recipe.checks.stop_above_mismatch, step, metrics)
         done.step, done.metrics = step, metrics
         done.first_reward = metrics[_headline(run)] if step == 1 else done.first_reward
         if _due(recipe.checkpointing.save_period, step, last):
@@ -298,6 +301,35 @@ def _warn(run: Run, batch: Batch, step: int) -> None:
         run.log.warn_once("invalid", f"step {step}: a rollout has no vote: {run.rollouts.first_error}")
     if not batch.advantages.any():
         run.log.warn_once("signal", f"step {step}: no group has differing rewards, so the step teaches nothing")
+
+
+def judge_mismatch(log: RunLog, limit: float | None, step: int, metrics: Mapping[str, float]) -> None:
+    """Warn once where trainer and engine drift apart; end the run where the recipe says so.
+
+    Args:
+        log: of the run.
+        limit: `checks.stop_above_mismatch`.
+        step: of the metrics; its line is written, its checkpoint is not.
+        metrics: the same on every rank.
+
+    Raises:
+        RlctlError: exit status 4; the mismatch is above the limit.
+    """
+    name = "mismatch/token_mult_prob_error"
+    if name not in metrics:
+        return
+    found = metrics[name]
+    if limit is not None and not found <= limit:
+        raise RlctlError(
+            f"step {step}: {name} is {found:.4f}, above checks.stop_above_mismatch {limit:g}",
+            "the engine draws with other probabilities than the trainer computes: look for the cause, set "
+            "loss_fn.correction, or raise the limit; the checkpoint before is intact",
+            exit_status=CHECK_FAILED,
+        )
+    if not found <= MISMATCH_WARNING:
+        log.warn_once(
+            "mismatch", f"step {step}: {name} is {found:.3f}, above {MISMATCH_WARNING}: engine and trainer disagree"
+        )
 
 
 def _on_any_rank(flag: bool) -> bool:
