@@ -241,6 +241,10 @@ class Cluster:
     procs: int | None = None
     launcher: Literal["local", "slurm", "env"] = "local"
     slurm: Slurm = field(default_factory=Slurm)
+    stall_timeout_seconds: float = 120.0
+    """A process without a sign of life for so long ends the run."""
+    collective_timeout_seconds: float = 1800.0
+    """How long a rank waits in a collective for the others; one rank's generation may end long after another's."""
 
 
 @dataclass(kw_only=True)

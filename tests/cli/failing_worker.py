@@ -1,7 +1,7 @@
 """rlctl.launch.worker with one rank that fails in one phase: RLCTL_TEST_FAILS is `RANK PHASE ACTION`.
 
-The phase is one of the trainer's (its second time, but `start` and `save`), or `reward`: while a rollout is scored, or
-`loss`: between forward and backward of a microbatch. ACTION is `raise`, `KILL` or `STOP`.
+The phase is one of the trainer's (its second time, but `start`, `checks` and `save`), or `reward`: while a rollout is
+scored, or `loss`: between forward and backward of a microbatch. ACTION is `raise`, `KILL` or `STOP`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from rlctl.launch import worker
 
 RANK, PHASE, ACTION = os.environ["RLCTL_TEST_FAILS"].split()
-ONCE = {"start", "save"}  # phases whose first time is taken
+ONCE = {"start", "checks", "save"}  # phases whose first time is taken
 
 
 def fail() -> None:

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.failing_launch import STALL_SECONDS
-
 ROOT = Path(__file__).parents[2]
-PHASES = ("start", "generate", "reward", "ref_logprobs", "train", "loss", "weight_sync", "validation", "save")
+STALL_SECONDS = 6.0
+PHASES = ("start", "checks", "generate", "reward", "ref_logprobs", "train", "loss", "weight_sync", "validation", "save")
 TOLD_AS = {"reward": "generate", "loss": "train"}  # the phase that they are part of
 SAYS = {
     "raise": "failed in phase `{}`: RuntimeError: planted",
     "KILL": "was killed by SIGKILL in phase `{}`",
-    "STOP": "shows no sign of life since",
+    "STOP": "shows no sign of life since 6 s, in phase `{}`",
 }
 
 
@@ -32,6 +31,7 @@ def outcome(run_dir: Path, phase: str, action: str, rank: int = 1) -> dict:
         sys.executable, "-m", "tests.cli.failing_launch", "train", "grpo", "--recipe", "smoke-tiny", "--backend",
         "dtensor", "--run-dir", str(run_dir), "grpo.max_num_steps=4", "grpo.val_period=1", "grpo.max_val_samples=4",
         "checkpointing.save_period=2", "loss_fn.reference_policy_kl_penalty=0.1", "logger.tensorboard=false",
+        f"cluster.stall_timeout_seconds={STALL_SECONDS}", *([] if phase == "checks" else ["--no-checks"]),
     ]  # fmt: skip
     environment = os.environ | {"RLCTL_TEST_FAILS": f"{rank} {phase} {action}"}
     environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
@@ -84,7 +84,7 @@ def judge(found: dict, phase: str, action: str, rank: int = 1) -> list[str]:
     told = [line for line in found["said"].splitlines() if line.startswith("error:")]
     if len(told) != 1:
         wrong.append(f"{len(told)} messages")
-    elif f"rank {rank} {SAYS[action].format(TOLD_AS.get(phase, phase))}" not in told[0]:
+    elif f"rank {rank} {SAYS[action]}" not in told[0].replace(f"`{TOLD_AS.get(phase, phase)}`", "`{}`"):
         wrong.append(f"message is: {told[0]}")
     if "Traceback" in found["said"]:
         wrong.append("a traceback")

@@ -57,14 +57,16 @@ def after(learner: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def origins(folders: dict[str, Path], moves: list[Move], root: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Save each origin after one update; what it has after two more."""
+    """Save each origin after one update; what it has after two more, and what one has that was never saved."""
     found = {}
     for model, precision, origin in dict.fromkeys((m.model, m.precision, m.origin) for m in moves):
         learner = policy(origin, folders[model], precision)
         after(learner, 1)
         name = f"{model} {precision} {origin}"
         save(learner, root / name)
+        dict(learner.gradients()) if hasattr(learner, "_share_gradients") else None  # neither may it disturb a policy
         found[name] = after(learner, 2)
+        found[f"unsaved {name}"] = after(policy(origin, folders[model], precision), 3)
     return found
 
 

@@ -82,7 +82,6 @@ def test_another_precision_is_far_outside_the_tolerance_and_inside_its_own(made)
     assert {name for name, check in found.items() if not check.ok} <= {"grad norm"}
 
 
-@pytest.mark.xfail(strict=True, reason="the Megatron backend reports a norm of 0 in bfloat16 on a host: docs/limits.md")
 def test_the_gradient_norm_in_bfloat16_agrees(made):
     assert checks(made, "other precision", parity.tolerance("bfloat16", 1))["grad norm"].ok
 

@@ -95,3 +95,12 @@ def test_the_next_two_updates_are_those_of_the_run_that_stayed(moved):
 def test_a_state_is_spread_over_files_of_every_rank(moved):
     files = {len(list((one["from"] / "policy" / "whole").iterdir())) for one in moved[0].values()}
     assert min(files) >= 3 * 2
+
+
+def test_saving_changes_nothing_for_the_run_that_goes_on(moved):
+    """In bfloat16 too, where gradients and parameters differ in type."""
+    _, straight = moved
+    for name, weights in straight.items():
+        if not name.startswith("unsaved "):
+            for key, tensor in straight[f"unsaved {name}"].items():
+                assert torch.equal(tensor, weights[key]), (name, key)

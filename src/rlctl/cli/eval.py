@@ -170,7 +170,12 @@ def _start(recipe: Recipe, run_dir: Path) -> int:
         return slurm.run(run_dir, recipe)
     processes = recipe.cluster.gpus_per_node or recipe.cluster.procs
     assert processes is not None
-    return local.run(run_dir, processes=processes, has_gpus=recipe.cluster.gpus_per_node is not None)
+    return local.run(
+        run_dir,
+        processes=processes,
+        has_gpus=recipe.cluster.gpus_per_node is not None,
+        stall_seconds=recipe.cluster.stall_timeout_seconds,
+    )
 
 
 def _task_name(environment: str, options_: Any) -> str:

@@ -128,7 +128,12 @@ def _run(job: Job, as_json: bool) -> int:
     else:
         processes = cluster.gpus_per_node or cluster.procs
         assert processes is not None
-        status = local.run(job.run_dir, processes=processes, has_gpus=cluster.gpus_per_node is not None)
+        status = local.run(
+            job.run_dir,
+            processes=processes,
+            has_gpus=cluster.gpus_per_node is not None,
+            stall_seconds=cluster.stall_timeout_seconds,
+        )
     if as_json:
         output.document({"run_dir": str(job.run_dir), "exit_status": status, "last_step": _last_step(job.run_dir)})
     elif status == INTERRUPTED:

@@ -31,7 +31,7 @@ from typing import Any
 from rlctl.config import Recipe
 from rlctl.errors import ENVIRONMENT, FAILED, INTERRUPTED, RlctlError
 from rlctl.launch import failure
-from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch, phase_of
+from rlctl.launch.heartbeat import BEAT_SECONDS, Watch, phase_of
 from rlctl.launch.local import console, die_with_parent
 
 SCRIPT = "slurm.sh"
@@ -139,13 +139,12 @@ def submit(recipe: Recipe, run_dir: Path, line: str) -> str:
     return _ask(["sbatch", "--parsable", *options(recipe, run_dir), str(file)]).strip().partition(";")[0]
 
 
-def run(run_dir: Path, recipe: Recipe, *, stall_seconds: float = STALL_SECONDS) -> int:
+def run(run_dir: Path, recipe: Recipe) -> int:
     """Train in this allocation.
 
     Args:
         run_dir: made by run_directory.create, on storage that all nodes share.
         recipe: resolved.
-        stall_seconds: a rank without a sign of life for so long ends the run.
 
     Returns:
         0, or 130 when interrupted, or when the ranks ended early in order.
@@ -172,7 +171,7 @@ def run(run_dir: Path, recipe: Recipe, *, stall_seconds: float = STALL_SECONDS) 
         )  # fmt: skip
         step = _Step(name=name, process=process, log=log_file)
         watch = Watch(
-            run_dir / "logs", processes=world, stall_seconds=stall_seconds,
+            run_dir / "logs", processes=world, stall_seconds=recipe.cluster.stall_timeout_seconds,
             alive=lambda state: True, dump=lambda states: step.dump(),
         )  # fmt: skip
         signals = _supervise(step, watch, run_dir)

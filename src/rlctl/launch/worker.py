@@ -22,7 +22,6 @@ from rlctl.launch.stop import Stop, deadline_seconds
 
 CONSOLE = "RLCTL_CONSOLE_FD"
 _PR_SET_PDEATHSIG = 1
-COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # one rank's generation may end long after another's
 
 
 def main(run_dir: Path, *, supervised: bool = False) -> int:
@@ -52,7 +51,8 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         from rlctl.recipe.compose import load_resolved
 
         device.prepare_process()
-        device.init_process_group(COLLECTIVE_TIMEOUT_SECONDS)
+        recipe = load_resolved(run_dir / run_directory.RECIPE)
+        device.init_process_group(recipe.cluster.collective_timeout_seconds)
         recipe = load_resolved(run_dir / run_directory.RECIPE)  # rank 0 is here: what it wrote for this start is there
         stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
         log = RunLog(
@@ -65,18 +65,8 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         phase = phase if log is None else log.phase_name
         # after a request to stop, a rank that left breaks what others wait for; an error of the user's is still one
         stopped = isinstance(error, KeyboardInterrupt) or (stop.requested and not isinstance(error, RlctlError))
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        if stopped:
-            return INTERRUPTED
-        alone = (
-            not local and not supervised and not failure.reports(run_dir)
-        )  # what follows from a first error is noise
-        status = failure.leave(error, logs, rank=rank, phase=phase)
-        if alone:
-            problem = failure.told(logs / f"error_rank_{rank}.json")
-            print(f"error: {problem.message}\nhint: {problem.hint}", file=console, flush=True)
-        return status
+        tells = None if local or supervised else console
+        return _failed(error, logs, rank=rank, phase=phase, stopped=stopped, tells=tells)
     return 0 if finished else INTERRUPTED
 
 
@@ -102,6 +92,29 @@ def _job(recipe: Any, run_dir: Path, log: Any, stop: Stop) -> bool:
             report.write(Run(run_dir, ended=True))
         return finished
     return True
+
+
+def _failed(error: BaseException, logs: Path, *, rank: int, phase: str, stopped: bool, tells: TextIO | None) -> int:
+    """Leave what went wrong; returns the exit status.
+
+    Args:
+        error: what was raised.
+        logs: of the run.
+        rank: this one.
+        phase: what it was doing.
+        stopped: it is how a stop that was asked for ends.
+        tells: where the first rank that fails tells it; None where a launcher does.
+    """
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    if stopped:
+        return INTERRUPTED
+    first = failure.is_first(logs)  # what follows from a first error is noise
+    status = failure.leave(error, logs, rank=rank, phase=phase)
+    if tells is not None and first:
+        problem = failure.told(logs / f"error_rank_{rank}.json")
+        print(f"error: {problem.message}\nhint: {problem.hint}", file=tells, flush=True)
+    return status
 
 
 def _take_output(path: Path) -> TextIO:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -191,14 +192,21 @@ class Policy:
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
     def _gradient_weights(self) -> ShardedWeights:
-        """What lies where the gradients do, seen as weights; writing to its shards writes there."""
-        parameters: list[Any] = list(self.model.parameters())
-        kept = [p.data for p in parameters]
-        for parameter in parameters:
-            parameter.data = parameter.main_grad
-        held = shards(self.model)
-        for parameter, weight in zip(parameters, kept, strict=True):
-            parameter.data = weight
+        """What lies where the gradients do, seen as weights; writing to its shards writes there.
+
+        A shard is a view of a parameter; the same view of its gradient is taken. (Exchanging the parameter's data
+        instead would, where types differ, cut autograd's accumulator off from the hook that fills the gradients.)
+        """
+        parameters = sorted(self.model.parameters(), key=torch.Tensor.data_ptr)
+        starts = [parameter.data_ptr() for parameter in parameters]
+        held = []
+        for shard in shards(self.model):
+            parameter: Any = parameters[bisect.bisect_right(starts, shard.data.data_ptr()) - 1]
+            ahead = (shard.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+            assert ahead + shard.data.numel() <= parameter.numel(), shard.identity
+            gradient = parameter.main_grad
+            view = gradient.as_strided(shard.data.shape, shard.data.stride(), gradient.storage_offset() + ahead)
+            held.append(dataclasses.replace(shard, data=view))
         return dataclasses.replace(self.weights(), held=held, dtype=torch.float32)
 
     def state(self) -> TrainState:
