@@ -20,8 +20,8 @@ mkdir -p "$2" && dir=$(cd "$2" && pwd)
 export SLURM_CONF=$dir/slurm.conf
 
 if [ "$1" = stop ]; then
-  for name in slurmd-n0 slurmd-n1 slurmctld; do
-    if [ -f "$dir/$name.pid" ]; then kill "$(cat "$dir/$name.pid")" 2>/dev/null || true; fi
+  for pid in $(pgrep -x 'slurmd|slurmctld|slurmstepd' || true); do # by their configuration: a pid file can be gone
+    if tr '\0' '\n' 2>/dev/null <"/proc/$pid/environ" | grep -qx "SLURM_CONF=$SLURM_CONF"; then kill "$pid" || true; fi
   done
   exit
 fi
