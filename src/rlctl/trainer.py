@@ -384,7 +384,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             policy.offload("optimizer")
             run.rollouts.publish(policy.weights(), version=step)
             policy.onload("optimizer")
-    return _metrics(results, sampled=isinstance(run.rollouts, Colocated)) | run.rollouts.stats | {"train/lr": rate}
+    metrics = _metrics(results, sampled=isinstance(run.rollouts, Colocated)) | run.rollouts.stats
+    return metrics | {"train/lr": rate} | {f"packing/{name}": value for name, value in policy.packing.items()}
 
 
 def validate(run: Run, step: int) -> dict[str, float]:

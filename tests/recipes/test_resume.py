@@ -83,7 +83,8 @@ def test_a_run_goes_on_in_other_layouts_and_on_the_other_backend(tmp_path):
         assert (steps == 2) != ("goes on as" in told)
     assert responses(moved) == responses(straight)
     for one, other in zip(metrics(moved), metrics(straight), strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+        same = {name: value for name, value in other.items() if not name.startswith("packing/")}
+        assert {name: one[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6)
 
 
 def test_every_rank_of_another_launcher_takes_what_may_change(tmp_path):

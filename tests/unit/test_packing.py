@@ -185,3 +185,12 @@ def test_without_packing_a_microbatch_is_counted_in_sequences():
     assert packing.train_budget(section) == packing.logprob_budget(section) == packing.Budget(max_sequences=3)
     section.logprob_batch_size = 5
     assert packing.logprob_budget(section) == packing.Budget(max_sequences=5)
+
+
+def test_efficiency_is_tokens_over_the_room_of_all_ranks_microbatches():
+    lengths = [60, 50, 40, 30, 10]
+    dealt = packing.plan(lengths, None, dp=2, max_tokens=100, max_sequences=None)
+    assert [len(rank) for rank in dealt] == [1, 1]
+    assert packing.filling(dealt, lengths, max_tokens=100) == {"microbatches": 1.0, "efficiency": 0.95}
+    alone = packing.plan(lengths, None, dp=1, max_tokens=None, max_sequences=2)
+    assert packing.filling(alone, lengths, max_tokens=None) == {"microbatches": 3.0}

@@ -38,6 +38,8 @@ class PolicyProtocol(Protocol):
     """A model that is trained."""
 
     layout: Layout
+    packing: Mapping[str, float]
+    """How the last pass filled its microbatches (packing.py `filling`); the same on every rank."""
 
     def forward(
         self, batch: Batch, weights: Literal["policy", "reference"] = "policy", outputs: tuple[str, ...] = ("logprobs",)

@@ -33,7 +33,7 @@ from rlctl.policy.dtensor_weights import Weights
 from rlctl.policy.logprobs import token_logprobs
 from rlctl.policy.loss import weighted_loss
 from rlctl.policy.metrics import MetricSums
-from rlctl.policy.packing import Budget, Microbatch, build_microbatch, logprob_budget, plan, train_budget
+from rlctl.policy.packing import Budget, Microbatch, build_microbatch, filling, logprob_budget, plan, train_budget
 from rlctl.types import Batch, TokenOutputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,6 +51,7 @@ class Policy:
     def __init__(self, recipe: Recipe, model_dir: Path, *, reference: bool = False) -> None:
         self.section: PolicySection = recipe.policy
         self.layout = layout_of(recipe, dist.get_world_size())
+        self.packing: dict[str, float] = {}
         if self.layout.cp > 1:
             raise RlctlError(
                 f"the dtensor backend has no context parallelism (context_parallel_size is {self.layout.cp})",
@@ -118,6 +119,7 @@ class Policy:
             max_tokens=budget.max_tokens,
             max_sequences=budget.max_sequences,
         )
+        self.packing = filling(dealt, batch.lengths.tolist(), max_tokens=budget.max_tokens)
         return [build_microbatch(batch, chosen) for chosen in dealt[self.mesh.get_local_rank("dp")]]
 
     # --- training ---

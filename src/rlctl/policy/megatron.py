@@ -47,7 +47,7 @@ from rlctl.policy.context import Part, part_of, whole
 from rlctl.policy.logprobs import token_logprobs
 from rlctl.policy.loss import weighted_loss
 from rlctl.policy.metrics import MetricSums
-from rlctl.policy.packing import Budget, Microbatch, build_microbatch, logprob_budget, plan, train_budget
+from rlctl.policy.packing import Budget, Microbatch, build_microbatch, filling, logprob_budget, plan, train_budget
 from rlctl.types import Batch, TokenOutputs
 
 
@@ -66,6 +66,7 @@ class Policy:
         self.recipe = recipe
         hf_config: HfConfig = json.loads((model_dir / "config.json").read_text()) | recipe.policy.hf_config_overrides
         self.layout: Layout = layout_of(recipe, dist.get_world_size())
+        self.packing: dict[str, float] = {}
         _initialize_groups(self.layout, recipe.grpo.seed)
         self.model = build_model(
             hf_config,
@@ -310,6 +311,7 @@ class Policy:
             max_sequences=budget.max_sequences,
             pad_unit=self.layout.pad_unit,
         )
+        self.packing = filling(dealt, batch.lengths.tolist(), max_tokens=budget.max_tokens)
         chosen = dealt[ps.get_data_parallel_rank()]
         return [build_microbatch(batch, sequences, pad_unit=self.layout.pad_unit) for sequences in chosen]
 

@@ -93,6 +93,26 @@ def plan(
     return _deal(balanced or dense, turns=turns, dp=dp)
 
 
+def filling(
+    dealt: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int | None
+) -> dict[str, float]:
+    """How well a plan fills its microbatches, over all ranks; logged as `packing/...`.
+
+    Args:
+        dealt: what `plan` returned.
+        lengths: tokens of each sequence.
+        max_tokens: room of a microbatch; None without packing.
+
+    Returns:
+        microbatches: of each rank. efficiency, with packing: tokens over the room of all microbatches.
+    """
+    found = {"microbatches": float(len(dealt[0]))}
+    if max_tokens is not None:
+        tokens = sum(lengths[i] for rank in dealt for micro in rank for i in micro)
+        found["efficiency"] = tokens / (max_tokens * sum(len(rank) for rank in dealt))
+    return found
+
+
 def _units(lengths: Sequence[int], groups: Sequence[int] | None, pad_unit: int) -> list[_Unit]:
     members: dict[int, list[int]] = {}
     for i in range(len(lengths)):
