@@ -115,7 +115,7 @@ def metrics(run_dir):
 
 
 def wait(what, run_dir):
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not what():
         assert time.monotonic() < end, [f.read_text()[-2000:] for f in (run_dir / "logs").glob("*.out")]
         time.sleep(0.2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlctl.errors import ENVIRONMENT, RlctlError
 
 _RANKS, _LINES, _FRAMES = 8, 4, 6  # shown of each
-_TAIL_CHARACTERS = 20_000
+_TAIL_CHARACTERS = 400_000  # stacks of hundreds of threads
 _DUMP = re.compile(
     r"^(?:Current t|T)hread 0x(?:.*\n)(?:(?:  File .*|Current thread .*|Thread .*|  <.*|\s*|  \.\.\.)\n)*", re.MULTILINE
 )
