@@ -207,10 +207,36 @@ class Checks:
 
 
 @dataclass(kw_only=True)
-class Logger:
-    """Metric sinks besides metrics.jsonl."""
+class Wandb:
+    """`logger.wandb.*`: has an effect with `logger.wandb_enabled`."""
 
+    project: str = "rlctl"
+    name: str | None = None
+    """None: the name of the run directory."""
+
+
+@dataclass(kw_only=True)
+class Mlflow:
+    """`logger.mlflow.*`: has an effect with `logger.mlflow_enabled`."""
+
+    experiment_name: str = "rlctl"
+    run_name: str | None = None
+    """None: the name of the run directory."""
+    tracking_uri: str | None = None
+    """None: MLFLOW_TRACKING_URI, else a folder of the run directory."""
+
+
+@dataclass(kw_only=True)
+class Logger:
+    """What shows a run, and metric sinks besides metrics.jsonl."""
+
+    console: Literal["auto", "plain"] = "auto"
+    """auto: a live display where standard error is a terminal; plain: one line a step everywhere."""
     tensorboard: bool = True
+    wandb_enabled: bool = False
+    wandb: Wandb = field(default_factory=Wandb)
+    mlflow_enabled: bool = False
+    mlflow: Mlflow = field(default_factory=Mlflow)
     rollouts_period: int = 1
     """Steps between rollout dumps; 0 = none."""
 

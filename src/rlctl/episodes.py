@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl import config
@@ -122,14 +122,16 @@ class Player:
         while (order := self._replica.agree(None)) is not None:
             self._work(order)
 
-    def lead(self, runs: Sequence[Run]) -> None:
-        """Play every run to its reward or its error."""
+    def lead(self, runs: Sequence[Run], *, progress: Callable[[int, int], None] | None = None) -> None:
+        """Play every run to its reward or its error; `progress` is told how many are done, and of how many."""
         playing: dict[int, Run] = {}  # request id -> whose completion the engine owes
         waiting: dict[concurrent.futures.Future, Run] = {}  # whose environment is at work
         requests = [self._request(i, run) for i, run in enumerate(runs)]
         ids = {id(run): i for i, run in enumerate(runs)}
         with _background_loop() as loop:
             while requests or playing or waiting:
+                if progress is not None:
+                    progress(len(runs) - len(requests) - len(playing) - len(waiting), len(runs))
                 playing |= {r.id: runs[r.id] for r in requests}
                 for completion in self._turn(requests) if playing else ():
                     run = playing.pop(completion.id)

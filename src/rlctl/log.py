@@ -1,4 +1,4 @@
-"""What a run writes while it goes: phase times, metrics.jsonl, TensorBoard, and plain progress lines.
+"""What a run writes while it goes: phase times, metrics.jsonl, other sinks, and progress lines or events.
 
 Only rank 0 writes; every rank knows the phase it is in, which an error report names.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlctl import device
+from rlctl.sinks import tensorboard as tensorboard_sink
+from rlctl.sinks.base import Background, SinkProtocol
 
 MACHINE_DEPENDENT = ("time/", "perf/", "memory/", "system/")
+EVENT_BYTES = 4000  # below PIPE_BUF (4096 on Linux): a write of so much to a pipe is whole or not at all
+_PROGRESS_SECONDS = 0.2
+_SAMPLE_CHARACTERS = 400
 
 
 class RunLog:
@@ -27,6 +33,9 @@ class RunLog:
         tensorboard: also write TensorBoard events, from `begin_steps` on.
         console: where progress lines go; None for nowhere.
         on_phase: is told each phase that begins, or goes on after an inner one.
+        sinks: more of them, opened by `begin_steps`.
+        events: whether `console` is a pipe to a live display (console.py), which takes events instead of lines.
+        ranks: of the run, for figures per rank.
     """
 
     def __init__(
@@ -37,6 +46,9 @@ class RunLog:
         tensorboard: bool,
         console: TextIO | None,
         on_phase: Callable[[str], None] = lambda name: None,
+        sinks: Sequence[SinkProtocol] = (),
+        events: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.run_dir = run_dir
         self._on_phase = on_phase
@@ -47,8 +59,14 @@ class RunLog:
         self._console = console if writes else None
         self._started = time.monotonic()
         self._metrics: TextIO | None = None
-        self._wants_tensorboard = writes and tensorboard
-        self._tensorboard: Any = None
+        own = (tensorboard_sink.Sink(run_dir / "tensorboard"),) if tensorboard else ()
+        self._unopened: Sequence[SinkProtocol] = (*own, *sinks) if writes else ()
+        self._sinks: list[Background] = []
+        self._ranks = ranks
+        self.shows_samples = events and writes
+        """Whether `sample` is of use."""
+        self._events = events
+        self._told_progress = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -64,21 +82,23 @@ class RunLog:
     def _enter(self, name: str) -> None:
         self.phase_name = name
         self._on_phase(name)
+        self._emit(phase=name)
 
     def begin_steps(self, *, done: int = 0) -> None:
         """Steps are timed from here; what was before, such as loading, is no part of the first.
 
         Args:
-            done: steps of an earlier start; what it wrote to TensorBoard after them is superseded.
+            done: steps of an earlier start; what it wrote to sinks after them is superseded.
         """
-        if self._wants_tensorboard:
-            self._tensorboard = _tensorboard(self.run_dir / "tensorboard", purge_step=done + 1 if done else None)
+        self._sinks = [Background(sink, done=done, warn=self._warn) for sink in self._unopened]
         self._enter("step")
         self.seconds, self._started = {}, time.monotonic()
 
     def say(self, text: str) -> None:
         """A progress line."""
-        if self._console is None:
+        if self._events:
+            self._emit(say=text)
+        if self._console is None or self._events:
             return
         try:
             print(text, file=self._console, flush=True)
@@ -91,6 +111,33 @@ class RunLog:
             self._warned.add(topic)
             self.say(f"warning: {text}")
 
+    def progress(self, done: int, total: int) -> None:
+        """How many rollouts of the phase are done, for a live display."""
+        now = time.monotonic()
+        if done == total or now - self._told_progress >= _PROGRESS_SECONDS:
+            self._told_progress = now
+            self._emit(progress=(done, total))
+
+    def sample(self, *, prompt: str, response: str, reward: float | None) -> None:
+        """One rollout, for a live display: the prompt's end, the response's beginning."""
+        prompt, response = prompt[-_SAMPLE_CHARACTERS:], response[:_SAMPLE_CHARACTERS]
+        self._emit(sample={"prompt": prompt, "response": response, "reward": reward})
+
+    def _warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def _emit(self, **event: Any) -> None:
+        """An event to the live display; one that the pipe has no room for, or that is too long for it, is not shown."""
+        if not self._events or self._console is None:
+            return
+        data = json.dumps(event).encode() + b"\n"
+        if len(data) > EVENT_BYTES and "say" in event:
+            data = json.dumps({"say": event["say"][: EVENT_BYTES // 8]}).encode() + b"\n"
+        if len(data) > EVENT_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._console.fileno(), data)
+
     def step(self, step: int, metrics: Mapping[str, float], *, total: int) -> None:
         """Write one step's metrics with its phase times, and its progress line.
 
@@ -100,6 +147,8 @@ class RunLog:
             total: steps of the run.
         """
         line = self.record(step, metrics)
+        shown = {n: v if math.isfinite(v) else None for n, v in line.items() if not n.startswith("rollout/reward/")}
+        self._emit(step=step, total=total, metrics=shown)
         self.say(_progress(step, total, line))
 
     def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -107,6 +156,9 @@ class RunLog:
         now = time.monotonic()
         times = {f"time/{name}_seconds": seconds for name, seconds in self.seconds.items()}
         line = {**metrics, **times, "time/step_seconds": now - self._started}
+        if "train/tokens" in metrics:
+            line["perf/tokens_per_second"] = metrics["train/tokens"] / max(line["time/step_seconds"], 1e-9)
+            line["perf/tokens_per_second_per_rank"] = line["perf/tokens_per_second"] / self._ranks
         line["memory/peak_bytes"] = float(device.peak_memory_bytes())
         self.seconds, self._started = {}, now
         if not self._writes:
@@ -118,23 +170,19 @@ class RunLog:
             self._metrics = (self.run_dir / "metrics.jsonl").open("a")
         self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
         self._metrics.flush()
-        if self._tensorboard is not None:
-            for name, value in line.items():
-                self._tensorboard.add_scalar(name, value, step)
+        for sink in self._sinks:
+            sink.write(step, line)
         return line
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def close(self) -> bool:
+        """Flush and close the files, within a bounded time.
+
+        Returns:
+            Whether all sinks ended; one that did not may hold up the end of the process.
+        """
         if self._metrics is not None:
             self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-
-def _tensorboard(folder: Path, *, purge_step: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # seconds to import; only rank 0 needs it
-
-    return SummaryWriter(str(folder), purge_step=purge_step)
+        return all([sink.close() for sink in self._sinks])
 
 
 def _progress(step: int, total: int, line: Mapping[str, float]) -> str:

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class Colocated:
         renderer: Renderer,
         *,
         trains: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load the prompts. Collective where an engine spans ranks.
 
@@ -119,7 +120,9 @@ class Colocated:
             engine: this rank's part of its replica.
             renderer: of the model's tokenizer.
             trains: False: only held-out prompts are asked for, and the training ones are not read.
+            progress: told how many of this rank's rollouts of a phase are done, and of how many.
         """
+        self._progress = progress
         self.recipe, self.engine, self.renderer, self.environment = recipe, engine, renderer, environment
         self.prompts, self.dropped = self._load("train") if trains else ([], 0)
         """`dropped`: prompts that were too long."""
@@ -181,7 +184,7 @@ class Colocated:
         player = Player(self.recipe, self.engine, self.renderer, self._replica, step)
         rollouts: list[Rollout] = []
         if self._replica.leads:
-            player.lead([self._open(run) for run in runs])
+            player.lead([self._open(run) for run in runs], progress=self._progress)
             rollouts = [run.rollout(self.recipe.env.reward_weights) for run in runs]
         else:
             player.follow()

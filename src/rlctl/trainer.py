@@ -102,6 +102,7 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
         metrics = train_step(run, step)
         if _due(recipe.logger.rollouts_period, step, last):
             _dump(run, "rollouts", step)
+        _show_sample(run)
         if _validates(recipe.grpo, step, last):
             metrics |= validate(run, step)
         log.step(step, metrics, total=last)  # before the save: a checkpoint's step has its line, whenever the run dies
@@ -145,7 +146,7 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     else:
         assert recipe.policy.generation.backend is not None
         engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
-        rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer))
+        rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer), progress=log.progress)
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
     log.say(_data_line(rollouts))
     return Run(
@@ -332,6 +333,16 @@ def judge_mismatch(log: RunLog, limit: float | None, step: int, metrics: Mapping
         )
 
 
+def _show_sample(run: Run) -> None:
+    """The step's first rollout, where somebody looks."""
+    if run.log.shows_samples and isinstance(run.rollouts, Colocated):
+        rollout = run.rollouts.last[0]
+        start = rollout.mask.index(True) if True in rollout.mask else len(rollout.tokens)
+        response = run.tokenizer.decode(rollout.tokens[start:], skip_special_tokens=True)
+        reward = rollout.reward if rollout.valid else None
+        run.log.sample(prompt=rollout.prompt.messages[-1].content, response=response, reward=reward)
+
+
 def _on_any_rank(flag: bool) -> bool:
     """Whether the flag is set on some rank; the same answer on all."""
     found = torch.tensor(float(flag), device=device.current())
@@ -385,7 +396,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             run.rollouts.publish(policy.weights(), version=step)
             policy.onload("optimizer")
     metrics = _metrics(results, sampled=isinstance(run.rollouts, Colocated)) | run.rollouts.stats
-    return metrics | {"train/lr": rate} | {f"packing/{name}": value for name, value in policy.packing.items()}
+    packing = {f"packing/{name}": value for name, value in policy.packing.items()}
+    return metrics | packing | {"train/lr": rate, "train/tokens": float(len(batch.tokens))}
 
 
 def validate(run: Run, step: int) -> dict[str, float]:

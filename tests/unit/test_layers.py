@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "rlctl"
 FILES = sorted(SOURCE.rglob("*.py"))
 LAYER = {  # a name below rlctl -> its layer; imports go down, never up
     "errors": 0, "types": 0, "config": 0, "lazy": 0,
-    "device": 1, "parallel": 1, "log": 1, "plugins": 1,
+    "device": 1, "parallel": 1, "log": 1, "sinks": 1, "console": 1, "plugins": 1,
     "algorithms": 2, "envs": 2, "models": 2, "data": 2,
     "checkpoint": 3, "policy": 3, "generation": 3,
     "rollout": 4, "episodes": 4, "supervised": 4, "trainer": 4, "checks": 4, "plan": 4, "eval": 4, "export": 4,
@@ -25,6 +25,8 @@ APART = {("policy", "generation"), ("generation", "policy")} | {
 LIBRARY_HOMES = {
     "megatron": {"device.py", "models/", "checkpoint/shards.py", "policy/megatron.py"},
     "vllm": {"generation/"},
+    "wandb": {"sinks/"},
+    "mlflow": {"sinks/"},
 }  # fmt: skip
 TORCH_FREE = (
     "recipe",
@@ -36,6 +38,8 @@ TORCH_FREE = (
     "rollout.py",
     "launch",
     "types.py",
+    "sinks",
+    "console.py",
 )
 
 

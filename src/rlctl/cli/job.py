@@ -16,6 +16,7 @@ from rlctl.launch.stop import deadline_seconds
 from rlctl.models import resolve
 from rlctl.recipe import compose, derive, find, overrides
 from rlctl.recipe.overrides import Override
+from rlctl.sinks.chosen import check as check_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
             f"`--resume {request.resume}` needs `--run-dir`", "give the directory of the run to go on with"
         )
     _check_checkpointing(recipe.checkpointing)
+    check_sinks(recipe.logger)
     run_dir = run_directory.default(composed.source.name) if recipe.run_dir is None else Path(recipe.run_dir)
     start = _start(run_dir, resolved, request.resume)
     recipe.run_dir = str(run_dir)

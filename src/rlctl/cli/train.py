@@ -98,7 +98,8 @@ def _dry(job: Job, as_json: bool, *, build: bool) -> int:
 
 def _run(job: Job, as_json: bool) -> int:
     """Start the job here, or say why not."""
-    from rlctl.cli import report  # see `train`
+    from rlctl import console  # see `train`
+    from rlctl.cli import report
     from rlctl.launch import commands, env, local, slurm
     from rlctl.launch.task_check import check_task
 
@@ -133,6 +134,7 @@ def _run(job: Job, as_json: bool) -> int:
             processes=processes,
             has_gpus=cluster.gpus_per_node is not None,
             stall_seconds=cluster.stall_timeout_seconds,
+            live=console.wanted(job.resolved.recipe.logger.console),
         )
     if as_json:
         output.document({"run_dir": str(job.run_dir), "exit_status": status, "last_step": _last_step(job.run_dir)})

@@ -24,11 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlctl.console import Screen
 from rlctl.errors import INTERRUPTED, RlctlError
 from rlctl.launch import failure
 from rlctl.launch.heartbeat import BEAT_SECONDS, STALL_SECONDS, Watch, phase_of
 
 CONSOLE = "RLCTL_CONSOLE_FD"
+EVENTS = "RLCTL_CONSOLE_EVENTS"
 SHUTDOWN_SECONDS = 1800  # from the first signal until torchrun kills: a step may end and save
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +42,7 @@ def run(
     has_gpus: bool,
     worker: str = "rlctl.launch.worker",
     stall_seconds: float = STALL_SECONDS,
+    live: bool = False,
 ) -> int:
     """Train in `processes` worker processes on this node.
 
@@ -49,6 +52,7 @@ def run(
         has_gpus: whether workers compute on GPUs; else each has one thread, for they share the cores.
         worker: the module that each process runs.
         stall_seconds: a worker without a sign of life for so long ends the run.
+        live: whether to draw a live display on standard error, a terminal.
 
     Returns:
         0, or 130 when interrupted, or when the workers ended early in order.
@@ -63,12 +67,15 @@ def run(
     ]  # fmt: skip
     kernel_kills = _kernel_kills()
     environment = os.environ | {CONSOLE: "0"} | ({} if has_gpus else {"OMP_NUM_THREADS": "1"})
-    with (run_dir / "logs" / "launcher.log").open("wb") as log, console() as progress:
+    environment |= {EVENTS: "1"} if live else {}
+    screen = Screen(sys.stderr) if live else None
+    with (run_dir / "logs" / "launcher.log").open("wb") as log, console(screen) as progress:
         process = subprocess.Popen(
             command, env=environment, stdin=progress, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509  this process has one thread
         )  # fmt: skip
-        signals = _wait(process, Watch(run_dir / "logs", processes=processes, stall_seconds=stall_seconds))
+        watch = Watch(run_dir / "logs", processes=processes, stall_seconds=stall_seconds)
+        signals = _wait(process, watch, screen)
     if process.returncode == 0:
         return 0
     if signals > 1 or (signals and not failure.reports(run_dir)):
@@ -81,8 +88,14 @@ def run(
 
 
 @contextlib.contextmanager
-def console() -> Iterator[int]:
-    """Standard error as a descriptor; a captured one (in a test) may have none."""
+def console(screen: Screen | None = None) -> Iterator[int]:
+    """The screen's descriptor, else standard error's; a captured one (in a test) may have none."""
+    if screen is not None:
+        try:
+            yield screen.descriptor
+        finally:
+            screen.close()
+        return
     try:
         descriptor = os.dup(sys.stderr.fileno())
     except (OSError, ValueError):
@@ -99,7 +112,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: subprocess.Popen[Any], watch: Watch) -> int:
+def _wait(process: subprocess.Popen[Any], watch: Watch, screen: Screen | None) -> int:
     """Wait for torchrun; the number of signals that this process got meanwhile.
 
     Raises:
@@ -111,11 +124,13 @@ def _wait(process: subprocess.Popen[Any], watch: Watch) -> int:
         received.append(number)
         if len(received) == 1:
             with contextlib.suppress(OSError):  # the terminal that was closed
-                print("stopping the workers; once more kills them", file=sys.stderr, flush=True)
+                _say("stopping the workers; once more kills them", screen)
             process.send_signal(signal.SIGINT)  # SIGTERM is what torchrun sends when a worker failed
         else:
             _kill(process.pid)
 
+    if screen is not None:
+        screen.start()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         while process.poll() is None:
@@ -130,6 +145,13 @@ def _wait(process: subprocess.Popen[Any], watch: Watch) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return len(received)
+
+
+def _say(text: str, screen: Screen | None) -> None:
+    if screen is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        screen.say(text)
 
 
 def _kill(launcher: int) -> None:

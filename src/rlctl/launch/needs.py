@@ -12,6 +12,7 @@ from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.parallel import num_experts
 from rlctl.plan import memory
 from rlctl.recipe.derive import Resolved
+from rlctl.sinks.chosen import missing_package
 
 HOST_PROCESS_BYTES = 3 << 29  # resident size of a worker without its model: torch, transformers and vLLM imported
 
@@ -183,4 +184,4 @@ def _packages(resolved: Resolved) -> RlctlError | None:
             "install the extra `cpu` or `gpu`, or set policy.generation.backend=transformers",
             exit_status=ENVIRONMENT,
         )
-    return None
+    return None if _elsewhere(resolved) else missing_package(resolved.recipe.logger)

@@ -21,6 +21,7 @@ from rlctl.launch import failure, heartbeat, run_directory
 from rlctl.launch.stop import Stop, deadline_seconds
 
 CONSOLE = "RLCTL_CONSOLE_FD"
+EVENTS = "RLCTL_CONSOLE_EVENTS"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,7 +49,8 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         # heavy imports, after the output is taken: what they print belongs in the log
         from rlctl import device
         from rlctl.log import RunLog
-        from rlctl.recipe.compose import load_resolved
+        from rlctl.recipe.compose import as_values, load_resolved
+        from rlctl.sinks.chosen import sinks
 
         device.prepare_process()
         recipe = load_resolved(run_dir / run_directory.RECIPE)
@@ -56,11 +58,14 @@ def main(run_dir: Path, *, supervised: bool = False) -> int:
         recipe = load_resolved(run_dir / run_directory.RECIPE)  # rank 0 is here: what it wrote for this start is there
         stop.must_save_by = deadline_seconds(recipe.checkpointing.checkpoint_must_save_by)
         log = RunLog(
-            run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console, on_phase=beat.says
-        )
+            run_dir, writes=rank == 0, tensorboard=recipe.logger.tensorboard, console=console, on_phase=beat.says,
+            sinks=sinks(recipe.logger, run_dir, recipe=as_values(recipe)), events=EVENTS in os.environ,
+            ranks=int(os.environ["WORLD_SIZE"]),
+        )  # fmt: skip
         finished = _job(recipe, run_dir, log, stop)
-        log.close()
+        sinks_ended = log.close()
         device.destroy_process_group()
+        _leave_unless(sinks_ended, 0 if finished else INTERRUPTED)
     except BaseException as error:
         phase = phase if log is None else log.phase_name
         # after a request to stop, a rank that left breaks what others wait for; an error of the user's is still one
@@ -115,6 +120,13 @@ def _failed(error: BaseException, logs: Path, *, rank: int, phase: str, stopped:
         problem = failure.told(logs / f"error_rank_{rank}.json")
         print(f"error: {problem.message}\nhint: {problem.hint}", file=tells, flush=True)
     return status
+
+
+def _leave_unless(sinks_ended: bool, status: int) -> None:
+    """End here when a sink hangs: it would hang an exit handler too."""
+    if not sinks_ended:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _take_output(path: Path) -> TextIO:
