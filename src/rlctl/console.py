@@ -93,7 +93,7 @@ class View:
 
     def __init__(self, now: float) -> None:
         self._began = now
-        self._phase, self._phase_began = "start", now
+        self._phase, self._phase_began = "starting the workers", now
         self._progress: tuple[int, int] | None = None
         self._doing = ""
         self._step, self._total = 0, 0
@@ -110,6 +110,8 @@ class View:
         if "progress" in event:
             done, of = event["progress"]
             self._progress = (done, of)
+        if "doing" in event:
+            self._doing = event["doing"]
         if "total" in event:
             self._step, self._total = event["step"], event["total"]
             self._times.append((now, self._step))
@@ -122,8 +124,6 @@ class View:
         said: str | None = event.get("say")
         if said is not None and said.startswith("warning: "):
             self._warning = said.removeprefix("warning: ")
-        elif said is not None and self._total == 0:
-            self._doing = said.splitlines()[-1] if said else ""
         return said
 
     def lines(self, now: float, *, width: int, height: int) -> list[Text]:
@@ -157,10 +157,12 @@ class View:
         )
 
     def _now(self, now: float) -> Text:
-        text = Text(f"{self._phase.replace('_', ' ')}  {duration(now - self._phase_began)}", style="cyan")
+        ends = self._phase == "step" and self._step == self._total > 0
+        phase = "finishing" if ends else self._phase.replace("_", " ")
+        text = Text(f"{phase}  {duration(now - self._phase_began)}", style="cyan")
         if self._progress is not None:
             text.append(f"  {self._progress[0]} of {self._progress[1]} rollouts")
-        elif self._doing and self._total == 0:
+        elif self._doing:
             text.append(f"  {clean(self._doing)}", style="dim")
         return text
 

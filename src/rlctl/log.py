@@ -118,6 +118,10 @@ class RunLog:
             self._told_progress = now
             self._emit(progress=(done, total))
 
+    def doing(self, what: str) -> None:
+        """What a long phase is at, for a live display."""
+        self._emit(doing=what)
+
     def sample(self, *, prompt: str, response: str, reward: float | None) -> None:
         """One rollout, for a live display: the prompt's end, the response's beginning."""
         prompt, response = prompt[-_SAMPLE_CHARACTERS:], response[:_SAMPLE_CHARACTERS]

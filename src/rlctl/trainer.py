@@ -138,6 +138,7 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     stated = recipe.policy.tokenizer
     tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
     backend = _backend(recipe)
+    log.doing(f"building the {backend} policy")
     policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference="ref" in algorithm.needs)
     engine: EngineProtocol | None = None
     rollouts: Colocated | Supervised
@@ -145,7 +146,9 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
         rollouts = Supervised(recipe, Renderer(tokenizer))
     else:
         assert recipe.policy.generation.backend is not None
+        log.doing(f"building the engine, {recipe.policy.generation.backend}")
         engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
+        log.doing("reading the prompts")
         rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer), progress=log.progress)
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
     log.say(_data_line(rollouts))

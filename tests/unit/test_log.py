@@ -69,6 +69,15 @@ def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path):
     assert shown == [(1, 0.1), (2, 0.9), (3, 0.8)]
 
 
+def test_tokens_per_second_are_of_the_step_and_of_each_rank(tmp_path):
+    log = RunLog(tmp_path, writes=True, tensorboard=False, console=None, ranks=4)
+    log.step(1, STEP | {"train/tokens": 1000.0}, total=1)
+    log.close()
+    (line,) = read(tmp_path)
+    assert line["perf/tokens_per_second"] == pytest.approx(1000 / line["time/step_seconds"])
+    assert line["perf/tokens_per_second_per_rank"] == pytest.approx(250 / line["time/step_seconds"])
+
+
 def test_rollouts_without_a_vote_are_on_the_line_and_agreement_is_zero(tmp_path):
     console = io.StringIO()
     log = RunLog(tmp_path, writes=True, tensorboard=False, console=console)
