@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import config, device
-from rlctl.cli import report
+from rlctl.cli import foreign, report
 from rlctl.errors import RlctlError
 from rlctl.launch import needs, resume, run_directory
 from rlctl.launch.stop import deadline_seconds
@@ -101,6 +101,8 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
     need = needs.needs(resolved)
     refused = needs.refuse(resolved, need, hardware)
     plan = report.plan(composed, resolved, need, here=hardware, refused=refused, arguments=arguments)
+    if composed.translation is not None:
+        plan["nemo_rl"] = foreign.summary(composed.translation)
     return Job(
         resolved=resolved, hardware=hardware, refused=refused, run_dir=run_dir, start=start, arguments=arguments,
         plan=plan,

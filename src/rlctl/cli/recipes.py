@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -63,7 +65,7 @@ def check(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Check keys, types, sizes and layout of recipes."""
+    """Check keys, types, sizes and layout of recipes; of a NeMo RL file, show what becomes of each key."""
     from rlctl import device  # see cli/train.py
     from rlctl.recipe import compose, derive, find
 
@@ -71,13 +73,19 @@ def check(
     rows: list[dict[str, Any]] = []
     for name in names or [s.name for s in find.listing(folders)]:
         try:
+            rows.append(_theirs(name, folders, show=not json))
             composed = compose.compose(compose.algorithm_of(name, folders), name, folders=folders)
             resolved = derive.derive(composed, device.probe())
-            rows.append({"name": name, "ok": True, "layout": str(resolved.layout)})
+            rows[-1] |= {"ok": True, "layout": str(resolved.layout)}
+            if composed.translation is not None:
+                rows[-1] |= {"recipe": compose.as_values(resolved.recipe)}
+                if not json:
+                    output.data(compose.to_yaml(resolved.recipe).rstrip())
         except RlctlError as problem:
-            if names is not None and len(names) == 1:
+            keys = rows.pop() if rows and rows[-1]["name"] == name and "ok" not in rows[-1] else {}
+            if names is not None and len(names) == 1 and not (json and "keys" in keys):
                 raise
-            rows.append({"name": name, "ok": False, "error": problem.message, "hint": problem.hint})
+            rows.append(keys | {"name": name, "ok": False, "error": problem.message, "hint": problem.hint})
     if json:
         output.document(rows)
     else:
@@ -90,3 +98,39 @@ def check(
     if wrong and not json:
         raise RlctlError(f"{len(wrong)} of {len(rows)} recipes are wrong", wrong[0]["hint"])
     return 2 if wrong else 0
+
+
+def _theirs(name: str, folders: Sequence[Path], *, show: bool) -> dict[str, Any]:
+    """The row of a recipe before it is judged; for a NeMo RL file with its keys, which are printed unless --json."""
+    from rlctl.cli import foreign  # see cli/train.py
+    from rlctl.recipe import compose
+
+    translation = compose.foreign(name, folders)
+    if translation is None:
+        return {"name": name}
+    if show:
+        output.data("\n".join([*foreign.mapping(translation), *foreign.summary(translation), ""]))
+    return {
+        "name": name, "algorithm": translation.algorithm, "because_of": translation.reason,
+        "keys": foreign.rows(translation),
+    }  # fmt: skip
+
+
+@app.command("import", epilog="Example: [bold]rlctl recipes import grpo_math_8B.yaml > my_recipe.yaml[/bold]")
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False, help="A NeMo RL recipe file.")],
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Write a NeMo RL file as a native recipe that resolves to the same; comments say where each value comes from."""
+    from rlctl.recipe import compose, nemo_rl  # see cli/train.py
+
+    translation = compose.foreign(file, [])
+    if translation is None:
+        raise RlctlError(f"`{file}` is not a NeMo RL file", "it may be native already: rlctl recipes check FILE")
+    text = nemo_rl.to_recipe(translation)
+    if json:
+        output.document(translation.values)
+    else:
+        output.data(text.rstrip())
+    return 0

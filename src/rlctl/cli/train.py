@@ -92,7 +92,10 @@ def _dry(job: Job, as_json: bool, *, build: bool) -> int:
         output.document(job.plan | ({"built": ranks} if build else {}))
     else:
         refused = ["", f"refused here: {job.refused.message}"] if job.refused else []
-        output.data("\n".join([report.text(job.plan), *report.derived(job.plan), *report.built(ranks), *refused]))
+        theirs = [f"note     {line}" for line in job.plan.get("nemo_rl", [])]
+        output.data(
+            "\n".join([report.text(job.plan), *theirs, *report.derived(job.plan), *report.built(ranks), *refused])
+        )
     return 0
 
 
@@ -114,6 +117,8 @@ def _run(job: Job, as_json: bool) -> int:
     def create() -> None:
         check_task(job.resolved.recipe)
         job.create()
+        for line in job.plan.get("nemo_rl", []):
+            output.note(f"note     {line}")
         resumes = f", which has {job.start.step} steps" if job.start else ""
         output.note(f"{report.summary(job.plan)}\n{'run':<9}{job.run_dir}{resumes}")
 

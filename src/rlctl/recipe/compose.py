@@ -11,6 +11,7 @@ environment's `Config`; `policy.generation.vllm_cfg.*` the vllm engine's `Config
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlctl import config, plugins
 from rlctl.errors import RlctlError
-from rlctl.recipe import find, schema
+from rlctl.recipe import find, nemo_rl, schema
 from rlctl.recipe.overrides import Override, parse
 from rlctl.recipe.places import Places, short
 
@@ -45,6 +46,8 @@ class Composed:
     source: find.Source
     overrides: tuple[Override, ...]
     """Arguments and flags that beat the file."""
+    translation: nemo_rl.Translation | None = None
+    """What a NeMo RL file became; None for a native one."""
 
     def overridden(self, prefix: str) -> Override | None:
         """The override of a key or of one in its section."""
@@ -86,7 +89,15 @@ def compose(
         )  # fmt: skip
     else:
         source = find.named(recipe, folders)
-    return Composed(recipe=_build(algorithm, source, folders, settings), source=source, overrides=tuple(settings))
+    if not _is_foreign(source.path):
+        built = _build(algorithm, source, folders, settings)
+        return Composed(recipe=built, source=source, overrides=tuple(settings))
+    translation = nemo_rl.translate(source.path).require()
+    if algorithm not in ("grpo", translation.algorithm):
+        raise _other_algorithm(source, translation.algorithm, algorithm)
+    return Composed(
+        recipe=_build_foreign(translation, settings), source=source, overrides=tuple(settings), translation=translation
+    )  # fmt: skip
 
 
 def algorithm_of(recipe: str, folders: Sequence[Path]) -> str:
@@ -96,10 +107,56 @@ def algorithm_of(recipe: str, folders: Sequence[Path]) -> str:
         RlctlError: no such recipe, or no YAML.
     """
     source = find.named(recipe, folders)
+    if _is_foreign(source.path):
+        return nemo_rl.translate(source.path).require().algorithm
     raw = _read_native(source.path)
     named = find.parts(source.name)
     fallback = named.algorithm if named else config.Recipe().algorithm
     return str(raw["algorithm"]) if "algorithm" in raw else fallback
+
+
+def foreign(recipe: str, folders: Sequence[Path]) -> nemo_rl.Translation | None:
+    """What a NeMo RL file becomes, what is refused included; None for a native recipe.
+
+    Raises:
+        RlctlError: no such recipe, or a NeMo RL file that cannot be read.
+    """
+    source = find.named(recipe, folders)
+    return nemo_rl.translate(source.path) if _is_foreign(source.path) else None
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether it is a NeMo RL file; what is no YAML is told by those who read it."""
+    try:
+        return nemo_rl.is_theirs(yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+
+
+def _build_foreign(translation: nemo_rl.Translation, settings: Sequence[Override]) -> config.Recipe:
+    """Their file under our names, then the overrides, then judged like any other."""
+    algorithm, values = translation.algorithm, copy.deepcopy(translation.values)
+    for override in settings:
+        known = recipe_tree(algorithm, _environments_in(override.key))
+        schema.lookup(known, override.key, where=f"from `{override.text}`")
+        *sections, name = override.key.split(".")
+        place = values
+        for section in sections:
+            if not isinstance(place.get(section), dict):
+                place[section] = {}
+            place = place[section]
+        place[name] = override.value
+    places = Places(overrides=settings, files=[(translation.path, "")])
+    values = _resolve(algorithm, values, places)
+    _default_environment(values, settings)
+    return from_values(values, places)
+
+
+def _other_algorithm(source: find.Source, said: str, wanted: str) -> RlctlError:
+    return RlctlError(
+        f"recipe `{source.name}` is for algorithm `{said}`, not `{wanted}`",
+        f"run `rlctl train {said}`, or choose another recipe",
+    )
 
 
 def _merge(flags: Sequence[Override], overrides: Sequence[Override]) -> list[Override]:
@@ -122,10 +179,7 @@ def _build(algorithm: str, source: find.Source, folders: Sequence[Path], setting
         raise RlctlError(f"`{NATIVE}` is {composed[NATIVE]!r} in `{short(source.path)}`", "this version reads 1")
     values = _resolve(algorithm, composed, places)
     if "algorithm" in values and values["algorithm"] != algorithm:
-        raise RlctlError(
-            f"recipe `{source.name}` is for algorithm `{values['algorithm']}`, not `{algorithm}`",
-            f"run `rlctl train {values['algorithm']}`, or choose another recipe",
-        )
+        raise _other_algorithm(source, values["algorithm"], algorithm)
     values["algorithm"] = algorithm
     _default_environment(values, settings)
     return from_values(values, places)
@@ -134,7 +188,7 @@ def _build(algorithm: str, source: find.Source, folders: Sequence[Path], setting
 def not_native(path: Path) -> RlctlError:
     """A file that does not say it is a recipe of ours."""
     return RlctlError(
-        f"`{short(path)}` does not say `{NATIVE}: 1`, and NeMo RL files are not supported yet",
+        f"`{short(path)}` does not say `{NATIVE}: 1`, and has no section of a NeMo RL file",
         f"if it is an rlctl recipe, add the line `{NATIVE}: 1`",
     )
 
