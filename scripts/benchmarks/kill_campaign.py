@@ -112,7 +112,7 @@ def kill_once(run_dir: Path, backend: str, number: int, chance: random.Random) -
 def comparable(run_dir: Path) -> dict[str, object]:
     """What must be equal."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "memory/"))} for line in lines]
     files = [p for name in ("hf", "rollouts") for p in (run_dir / name).rglob("*") if p.is_file()]
     return {"metrics": metrics} | {str(p.relative_to(run_dir)): p.read_bytes() for p in files}
 

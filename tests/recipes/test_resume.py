@@ -15,7 +15,7 @@ SETTINGS = (
     "loss_fn.reference_policy_kl_penalty=0.05", "policy.train_global_batch_size=32", "policy.scheduler.warmup_steps=5",
     "grpo.val_period=2", "grpo.max_val_samples=8",
 )  # fmt: skip
-MACHINE_DEPENDENT = ("time/", "memory/")
+MACHINE_DEPENDENT = ("time/", "perf/", "memory/")
 
 
 def command(run_dir, *arguments):

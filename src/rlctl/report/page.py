@@ -245,7 +245,7 @@ def health(runs: Sequence[Run], *, names: Sequence[str] = ()) -> str:
 def _others(run: Run) -> str:
     """What else was logged, folded away."""
     known = {metric for metric, _, _ in _HEALTH} | set(run.metrics("rollout/reward")) | {"packing/efficiency"}
-    found = [m for m in run.metrics() if m not in known and not m.startswith(("time/", "memory/", "val/"))]
+    found = [m for m in run.metrics() if m not in known and not m.startswith(("time/", "perf/", "memory/", "val/"))]
     shown = [(m, "", charts.lines(over([run], m), most=_OTHER_POINTS)) for m in found[:_MOST_OTHERS]]
     more = f"<p class='soft'>{len(found) - _MOST_OTHERS} more are in metrics.jsonl.</p>" * (len(found) > _MOST_OTHERS)
     drawn = figures(shown)
