@@ -169,6 +169,7 @@ def test_a_key_that_was_added_or_renamed_anywhere_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
+        ("loss_fn.reference_policy_kl_type", "k2", "k1 and k2"),
         ("policy.optimizer", None, "policy.optimizer"),
         ("grpo.use_dynamic_sampling", True, "dynamic sampling"),
         ("grpo.async_grpo", {"enabled": True}, "asynchronous"),

@@ -122,7 +122,7 @@ LOSS: dict[str, Key] = {
     "reference_policy_kl_penalty": To(
         via="kl_penalty", note="ours has the gradient of the KL itself; the k3 of their v0.3 has another"
     ),
-    "reference_policy_kl_type": Only(values=(None, "k1", "k2", "k3"), feature="another KL estimator"),
+    "reference_policy_kl_type": Only(values=(None, "k3"), feature="the KL estimators k1 and k2 in the loss"),
     "kl_input_clamp_value": Ignore(reason="a guard against overflow; ours is in algorithms/ops.py"),
     "kl_output_clamp_value": Ignore(reason="a guard against overflow; ours is in algorithms/ops.py"),
     "ratio_clip_min": To(key="loss_fn.ratio_clip_min"),
