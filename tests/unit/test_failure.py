@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import resource
 import subprocess
@@ -81,15 +80,18 @@ def test_a_users_mistake_keeps_its_hint_and_needs_no_stack(tmp_path):
 
 def test_details_hold_the_last_lines_and_the_main_threads_stack_apart(tmp_path):
     logs = run_dir(tmp_path) / "logs"
+    code = "import faulthandler, sys, threading, time\n"
+    code += "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+    code += "def work(): faulthandler.dump_traceback(file=sys.stdout, all_threads=True)\n"
+    code += "print('loaded 7 shards\\nworking\\n', flush=True)\nwork()\n"
     with (logs / "rank_1.log").open("w") as log:
-        print("loaded 7 shards\nworking\n", file=log, flush=True)
-        faulthandler.dump_traceback(file=log, all_threads=True)
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
     text = failure.details(logs, {1: "train", 0: "generate"})
     blocks = text.splitlines()
     assert blocks[:3] == [
         "rank 1, phase `train`, last lines of its log:", "    loaded 7 shards", "    working"
     ]  # fmt: skip
-    assert blocks[3] == "rank 1, innermost call first:" and "test_details_hold_the_last_lines" in blocks[4]
+    assert blocks[3] == "rank 1, innermost call first:" and blocks[4].endswith("in work")
     assert "rank 0, phase `generate`, last lines of its log:\n    (nothing)" in text
 
 

@@ -15,7 +15,8 @@ from rlctl.errors import ENVIRONMENT, RlctlError
 _RANKS, _LINES, _FRAMES = 8, 4, 6  # shown of each
 _TAIL_CHARACTERS = 400_000  # stacks of hundreds of threads
 _DUMP = re.compile(
-    r"^(?:Current t|T)hread 0x(?:.*\n)(?:(?:  File .*|Current thread .*|Thread .*|  <.*|\s*|  \.\.\.)\n)*", re.MULTILINE
+    r"^(?:Current t|T)hread 0x(?:.*\n)(?:(?:  File .*|Current thread .*|Thread .*|  <.*|\s*|(?:  )?\.\.\.)\n)*",
+    re.MULTILINE,
 )
 """A dump of faulthandler: all threads, each with its frames."""
 MEMORY = "memory_plan"
