@@ -225,6 +225,9 @@ def main() -> None:
         size = sorted(abs(rl.rl_step(work, constants).total / seconds - 1) for work, seconds in own_steps)
         print(f"{title:34s} {len(size):4d} rows   median {100 * statistics.median(size):5.1f} %")
     memory(table)
+    choices = rows.layout_choices(table, constants)
+    near = sum(share >= 0.9 for share in choices)
+    print(f"{'layout within 10 % of the fastest':34s} {near:4d} of {len(choices)} configurations")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,9 @@ class PolicySection:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     hf_config_overrides: dict[str, Any] = field(default_factory=dict)
     """Free-form: patched into the Hugging Face config."""
+    parallel: Literal["auto"] | None = None
+    """`auto`: degrees that are not set, recompute and the engine's tensor-parallel size are those of the fastest layout
+    that `rlctl plan` finds to fit; None: a degree that is not set is 1."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_total_sequence_length: int = 512
     """Prompt and response."""
@@ -265,6 +268,8 @@ class Cluster:
     gpus_per_node: int | None = None
     """Derived: the GPUs of this machine; experiment recipes set it."""
     procs: int | None = None
+    gpu_kind: str | None = None
+    """E.g. `h100` (plan/hardware.yaml): what the plan judges by. Derived: what is here; set it for others."""
     launcher: Literal["local", "slurm", "env"] = "local"
     slurm: Slurm = field(default_factory=Slurm)
     stall_timeout_seconds: float = 120.0

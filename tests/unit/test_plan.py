@@ -123,7 +123,7 @@ def test_lengths_have_the_mean_asked_for_and_keep_the_limit():
     lengths = rl.Lengths(prompt=100, response=900, limit=2000).sample(512)
     assert sum(lengths) / 512 == pytest.approx(900, rel=0.01)
     assert lengths[-1] == 2000
-    assert lengths == sorted(lengths)
+    assert list(lengths) == sorted(lengths)
 
 
 def test_a_rollout_phase_lasts_at_least_as_long_as_its_longest_response():

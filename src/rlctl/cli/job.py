@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import config, device
-from rlctl.cli import foreign, report
+from rlctl.cli import foreign, output, report
 from rlctl.errors import RlctlError
-from rlctl.launch import needs, resume, run_directory
+from rlctl.launch import needs, preflight, resume, run_directory
 from rlctl.launch.stop import deadline_seconds
 from rlctl.models import resolve
 from rlctl.recipe import compose, derive, find, overrides
@@ -36,6 +36,8 @@ class Request:
     run_dir: Path | None = None
     resume: resume.Mode = "never"
     checks: bool | None = None
+    force: bool = False
+    """Memory that the plan finds too small does not stop it."""
 
     def flags(self) -> list[Override]:
         """The options as settings."""
@@ -100,6 +102,11 @@ def prepare(request: Request, *, arguments: Sequence[str]) -> Job:
     recipe.run_dir = str(run_dir)
     need = needs.needs(resolved)
     refused = needs.refuse(resolved, need, hardware)
+    too_small = preflight.refuse(resolved, need)
+    if too_small is not None and request.force:
+        output.note(f"--force: {too_small.message}")
+        too_small = None
+    refused = too_small or refused
     plan = report.plan(composed, resolved, need, here=hardware, refused=refused, arguments=arguments)
     if composed.translation is not None:
         plan["nemo_rl"] = foreign.summary(composed.translation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl import parallel, plugins
+from rlctl import parallel
 from rlctl.algorithms.base import source
 from rlctl.cli import job
 from rlctl.config import Recipe
@@ -15,12 +15,11 @@ from rlctl.errors import RlctlError
 from rlctl.models import resolve
 from rlctl.plan import interval
 from rlctl.plan.hardware import gpu as gpu_of
-from rlctl.plan.memory import UNMODELLED_BYTES
+from rlctl.plan.memory import UNMODELLED_BYTES, Backend
 from rlctl.plan.predict import PARTS, Choice, Prediction, Question, job_of, predict
-from rlctl.plan.rl import Lengths
 from rlctl.plan.search import Found, search
 from rlctl.plan.steptime import constants
-from rlctl.recipe import compose, find
+from rlctl.recipe import auto, compose, find
 
 NODE = 8  # GPUs, where the accelerator's vendor builds servers of so many
 _BAR = 30
@@ -53,9 +52,12 @@ def answer(request: Request) -> dict[str, Any]:
     if recipe.policy.model_name is None:
         raise RlctlError("no model is named", "give `--model NAME`, or a recipe that names one")
     config = resolve.resolve(recipe.policy.model_name, recipe.policy.hf_config_overrides).config
-    question = _question(request, recipe, config)
+    question = auto.question_of(
+        recipe, config, gpu_of(request.gpu), request.gpus, prompt_tokens=request.prompt_tokens,
+        response_tokens=request.response_tokens,
+    )  # fmt: skip
     fitted = constants()
-    given, refused = _given(recipe, question)
+    given, refused = _given(composed, question)
     backends = [request.backend] if request.backend else ["megatron", "dtensor"]
     found = {name: search(question, name, fitted=fitted) for name in backends}  # type: ignore[arg-type]
     return {
@@ -97,38 +99,16 @@ def _compose(request: Request) -> compose.Composed:
     )  # fmt: skip
 
 
-def _question(request: Request, recipe: Recipe, config: dict[str, Any]) -> Question:
-    policy, generation, steps = recipe.policy, recipe.policy.generation, recipe.grpo
-    total = policy.max_total_sequence_length
-    prompt = request.prompt_tokens or max(1, total // 8)
-    limit = min(generation.max_new_tokens or total - 1, total - prompt)
-    response = request.response_tokens or max(1, limit // 2)
-    if prompt >= total or response > limit:
-        raise RlctlError(
-            f"a prompt of {prompt} and a mean response of {response} tokens exceed "
-            f"policy.max_total_sequence_length {total}" + (f" or the limit of {limit}" if prompt < total else ""),
-            "lower `--prompt-tokens` or `--response-tokens`, or raise policy.max_total_sequence_length",
-        )
-    sequences = steps.num_prompts_per_step * steps.num_generations_per_prompt
-    algorithm = plugins.load("algorithm", recipe.algorithm)
-    needs = algorithm.Algorithm(algorithm.Config(grpo=recipe.advantage, loss_fn=recipe.loss_fn)).needs
-    return Question(
-        hf_config=config,
-        gpu=gpu_of(request.gpu),
-        gpus=request.gpus,
-        precision=policy.precision,
-        microbatch_tokens=policy.sequence_packing.train_mb_tokens or total * policy.train_micro_batch_size,
-        sequences=sequences,
-        prompts=steps.num_prompts_per_step,
-        updates=max(1, sequences // (policy.train_global_batch_size or sequences)),
-        lengths=Lengths(prompt=prompt, response=response, limit=limit),
-        reference="ref" in needs,
-        utilization=generation.vllm_cfg.gpu_memory_utilization,
-    )
-
-
-def _given(recipe: Recipe, question: Question) -> tuple[Choice | None, str | None]:
-    """The recipe's own layout on that many GPUs, or why there is none."""
+def _given(composed: compose.Composed, question: Question) -> tuple[Choice | None, str | None]:
+    """The recipe's own layout on that many GPUs (`policy.parallel: auto`: the chosen one), or why there is none."""
+    recipe = composed.recipe
+    backend: Backend = "megatron" if recipe.policy.megatron_cfg.enabled else "dtensor"
+    if recipe.policy.parallel == "auto":
+        pins = auto.pins_of(recipe, composed, backend)
+        found = search(question, backend, fitted=constants(), pins=pins)
+        if found.best:
+            return found.best[0].choice, None
+        return None, auto.refusal(question, backend, found, pins).message
     try:
         layout = parallel.layout_of(recipe, question.gpus)
         parallel.check(layout, question.hf_config)
@@ -136,7 +116,7 @@ def _given(recipe: Recipe, question: Question) -> tuple[Choice | None, str | Non
         return None, problem.message
     return (
         Choice(
-            backend="megatron" if recipe.policy.megatron_cfg.enabled else "dtensor",
+            backend=backend,
             layout=layout,
             recompute=recipe.policy.activation_checkpointing,
             generation_tp=recipe.policy.generation.vllm_cfg.tensor_parallel_size,

@@ -42,7 +42,12 @@ def plan(
         "derived": dict(resolved.derived),
         "model": {"name": resolved.model.name, "hf_id": resolved.model.hf_id, "parameters": resolved.parameters},
         "backend": resolved.backend,
-        "layout": {**vars(resolved.layout), "dp": resolved.layout.dp, "text": str(resolved.layout)},
+        "layout": {
+            **vars(resolved.layout),
+            "dp": resolved.layout.dp,
+            "text": str(resolved.layout),
+            "why": resolved.layout_reason,
+        },
         "batch": {"sequences": resolved.batch_size, "updates_per_step": resolved.updates_per_step},
         "memory": {
             "parts": parts,
@@ -110,6 +115,7 @@ def _what(plan: dict[str, Any]) -> list[str]:
         _row("model", f"{plan['model']['name']}, {_count(plan['model']['parameters'])} parameters"),
         _row("backend", f"{plan['backend']}, {policy['precision']}"),
         _row("layout", f"{plan['layout']['text']} on {_processes(plan['needs'])}"),
+        *([_row("", plan["layout"]["why"])] if plan["layout"]["why"] else []),
         _row(
             "batch",
             f"{grpo['num_prompts_per_step']} {what.format(grpo['num_generations_per_prompt'])} = "

@@ -48,6 +48,12 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
         bool,
         typer.Option("--no-checks", metavar=options.FLAG, rich_help_panel="Job", help="Skip the start-up self-checks."),
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", metavar=options.FLAG, rich_help_panel="Job", help="Go on although the plan says: out of memory."
+        ),
+    ] = False,
     dry_run: Annotated[
         Literal["plan", "build"] | None,
         typer.Option(
@@ -66,7 +72,7 @@ def train(  # noqa: PLR0913, PLR0917  one parameter an option
     request = job.Request(
         algorithm=algorithm, overrides=overrides or (), recipe=recipe, model=model, backend=backend,
         recipe_dirs=recipe_dir or (), procs=procs, nodes=nodes, gpus_per_node=gpus_per_node, launcher=launcher,
-        run_dir=run_dir, resume=resume, checks=False if no_checks else None,
+        run_dir=run_dir, resume=resume, checks=False if no_checks else None, force=force,
     )  # fmt: skip
     prepared = job.prepare(request, arguments=context.obj)
     if dry_run:

@@ -65,6 +65,16 @@ def gpu(kind: str) -> Gpu:
     return Gpu(name=kind.lower(), **table[kind.lower()])
 
 
+def kind_of(name: str) -> str | None:
+    """The accelerator that a driver calls so, e.g. `NVIDIA H100 80GB HBM3` is `h100`; None when it is not known."""
+    words = name.lower().replace("-", " ").split()
+    for kind in names():
+        model, _, memory = kind.partition("-")
+        if model in words and (not memory or memory in words):
+            return kind
+    return None
+
+
 def gpu_memory_bytes(kind: str) -> int:
     """Memory of an accelerator, e.g. 80,000,000,000 for `h100`; case does not matter.
 

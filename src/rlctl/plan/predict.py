@@ -30,6 +30,8 @@ class Question:
     precision: Precision
     microbatch_tokens: int
     """The budget of a packed microbatch."""
+    longest: int = 1
+    """Tokens of the longest sequence."""
     sequences: int
     """Of a step."""
     prompts: int
@@ -43,6 +45,10 @@ class Question:
     def shape(self) -> Shape:
         """The model's dimensions."""
         return from_config(self.hf_config)
+
+    def holds_longest(self, layout: Layout) -> bool:
+        """Whether a microbatch holds the longest sequence with the padding that the layout asks for."""
+        return -(-self.longest // layout.pad_unit) * layout.pad_unit <= self.microbatch_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +107,24 @@ def predict(question: Question, choice: Choice, *, fitted: Constants) -> Predict
         choice: a layout that parallel.check takes.
         fitted: constants.
     """
-    found = memory.estimate(
+    found = _memory(question, choice)
+    job = job_of(question, choice)
+    step = rl.rl_step(work_of(question, choice, job), fitted)
+    over = _over(question, found)
+    update = step_time(rl.packed(job, question.lengths, sequences=question.sequences // question.updates), fitted)
+    return Prediction(
+        choice=choice, memory=found, fits=over is None and step is not None, step=step, update=update,
+        limit=over or ("the engine's weights exceed its share" if step is None else _slowest(step)),
+    )  # fmt: skip
+
+
+def exceeds(question: Question, choice: Choice) -> str | None:
+    """Which memory is too small for a choice; None when it fits."""
+    return _over(question, _memory(question, choice))
+
+
+def _memory(question: Question, choice: Choice) -> Memory:
+    return memory.estimate(
         question.hf_config,
         choice.layout,
         precision=question.precision,
@@ -111,14 +134,6 @@ def predict(question: Question, choice: Choice, *, fitted: Constants) -> Predict
         reference=question.reference,
         generation_tp=choice.generation_tp,
     )
-    job = job_of(question, choice)
-    step = rl.rl_step(work_of(question, choice, job), fitted)
-    over = _over(question, found)
-    update = step_time(rl.packed(job, question.lengths, sequences=question.sequences // question.updates), fitted)
-    return Prediction(
-        choice=choice, memory=found, fits=over is None and step is not None, step=step, update=update,
-        limit=over or ("the engine's weights exceed its share" if step is None else _slowest(step)),
-    )  # fmt: skip
 
 
 def work_of(question: Question, choice: Choice, job: Job) -> rl.Work:

@@ -11,6 +11,7 @@ It does not know rewards and environments: their time is the user's own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 import re
@@ -98,18 +99,20 @@ class Lengths:
         """Mean of prompt and response."""
         return self.prompt + self.response
 
-    def sample(self, count: int) -> list[float]:
+    @functools.lru_cache(maxsize=64)  # noqa: B019  frozen and small; a search asks for the same thousands of times
+    def sample(self, count: int) -> tuple[float, ...]:
         """That many response lengths, sorted: quantiles of the cut log-normal, with the mean `response`."""
         places = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
         if self.response >= self.limit:
-            return [self.limit] * count
+            return (self.limit,) * count
         low, high = math.log(self.response) - 3.0, math.log(self.limit) + 3.0
         for _ in range(40):
             middle = (low + high) / 2
             mean = sum(min(self.limit, math.exp(middle + SPREAD * z)) for z in places) / count
             low, high = (middle, high) if mean < self.response else (low, middle)
-        return [max(1.0, min(self.limit, math.exp(low + SPREAD * z))) for z in places]
+        return tuple(max(1.0, min(self.limit, math.exp(low + SPREAD * z))) for z in places)
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  see `sample`
     def span(self, count: int) -> float:
         """Mean of squares of total lengths over their mean: what attention pays (Shape.score_flops)."""
         totals = [self.prompt + n for n in self.sample(min(count, 256))]
@@ -148,9 +151,9 @@ def generate(
     slots = min(sequences, engine.slots(lengths.total))
     if slots < 1:
         return None
-    waiting = lengths.sample(sequences)
+    drawn = lengths.sample(sequences)
     stride = next(s for s in range(int(0.618 * sequences) or 1, 2 * sequences + 2) if math.gcd(s, sequences) == 1)
-    waiting = [waiting[i * stride % sequences] for i in range(sequences)]
+    waiting = [drawn[i * stride % sequences] for i in range(sequences)]
     context = lengths.prompt + lengths.response / 2
     busy = [waiting[i] for i in range(slots)]
     heapq.heapify(busy)

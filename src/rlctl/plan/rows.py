@@ -254,3 +254,21 @@ def memory_errors(table: Sequence[Row]) -> dict[str, list[float]]:
             family = "fsdp" if job.shard > 1 else "megatron"
             found.setdefault(family, []).append(memory_bytes(row, job) / 1e9 / float(row["mem_gb_per_gpu"]) - 1)
     return found
+
+
+def layout_choices(table: Sequence[Row], fitted: Constants) -> list[float]:
+    """Measured speed of the layout predicted to be the fastest, over that of the fastest one.
+
+    One figure for each framework, model, GPU, number of GPUs, workload, precision and length with several layouts.
+    """
+    alike: dict[tuple[str, ...], list[tuple[Row, Job]]] = {}
+    for row, job in usable(table):
+        columns = ("model", "hardware", "n_gpus", "workload", "precision", "seq_len")
+        alike.setdefault((row["framework"].split()[0], *(row[c] for c in columns)), []).append((row, job))
+    found = []
+    for pairs in alike.values():
+        if len({(j.tp, j.pp, j.cp, j.ep, j.etp, j.shard) for _, j in pairs}) > 1:
+            chosen, _ = max(pairs, key=lambda pair: tokens_per_second(pair[1], fitted))
+            speeds = {row["row_id"]: measured_tokens(row) or 0.0 for row, _ in pairs}
+            found.append(speeds[chosen["row_id"]] / max(speeds.values()))
+    return found

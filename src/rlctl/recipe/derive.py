@@ -23,7 +23,7 @@ from rlctl.device import Hardware
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.models import resolve
 from rlctl.parallel import Layout
-from rlctl.recipe import bounds
+from rlctl.recipe import auto, bounds
 from rlctl.recipe.compose import Composed, as_values
 
 Backend = Literal["megatron", "dtensor"]
@@ -42,6 +42,8 @@ class Resolved:
     parameters: int
     derived: Mapping[str, Any]
     """Keys that neither the recipe nor the command line set, and what they became."""
+    layout_reason: str | None = None
+    """Why this layout, where `policy.parallel` is `auto`."""
 
     @property
     def batch_size(self) -> int:
@@ -76,7 +78,11 @@ def derive(composed: Composed, hardware: Hardware) -> Resolved:
     tokenizer = recipe.policy.tokenizer
     resolve.check_assets(model, tokenizer_name=tokenizer.name, chat_template=tokenizer.chat_template)
     backend = _backend(recipe)
-    layout = _layout(recipe, backend, world=_processes(recipe, composed, hardware))
+    world, reason = _processes(recipe, composed, hardware), None
+    auto.settle_gpu(recipe, hardware)
+    if recipe.policy.parallel == "auto":
+        reason = auto.settle(recipe, composed, backend=backend, hf_config=model.config, world=world)
+    layout = _layout(recipe, backend, world=world)
     parallel.check(layout, model.config)
     _lengths(recipe, model)
     _batches(recipe, layout)
@@ -87,7 +93,7 @@ def derive(composed: Composed, hardware: Hardware) -> Resolved:
     _check_effect(composed, recipe, backend)
     return Resolved(
         recipe=recipe, layout=layout, backend=backend, model=model, parameters=parameters,
-        derived=_differences(as_values(composed.recipe), as_values(recipe)),
+        derived=_differences(as_values(composed.recipe), as_values(recipe)), layout_reason=reason,
     )  # fmt: skip
 
 
@@ -361,6 +367,8 @@ def _check_effect(composed: Composed, recipe: config.Recipe, backend: Backend) -
     if engine != "vllm":
         unused |= {f"policy.generation.{key}": f"the engine is {engine}" for key in ("vllm_cfg", "vllm_kwargs")}
     unused |= _unused_by_source(recipe.algorithm)
+    if recipe.cluster.gpus_per_node is None:
+        unused["cluster.gpu_kind"] = "processes run on a host"
     if not packing:
         unused |= {f"policy.sequence_packing.{key}_mb_tokens": "packing is off" for key in ("train", "logprob")}
     for override in composed.overrides:
