@@ -151,18 +151,19 @@ def constants() -> Constants:
 
 def step_time(job: Job, fitted: Constants) -> StepTime:
     """Seconds of one optimizer update (or, `forward_only`, of one pass over its tokens)."""
-    matmul, attention, memory = _compute(job, fitted)
+    matmul, attention, memory, launch = _compute(job, fitted)
     links = _tensor_parallel(job, fitted), _context_parallel(job, attention), _expert_parallel(job)
     recomputed = 0.0
     if not job.forward_only:
         forward = matmul * _layer_share(job) / (2.0 if job.lora else 3.0) + attention / 3.5 + memory / 3.0
+        forward += (launch * _layer_share(job) + links[1]) / 3.5
         recomputed = job.recompute * (forward + links[0] / 2.0 + links[2] / 2.0)
-    stage = matmul + attention + memory + recomputed + sum(links)
+    stage = matmul + attention + memory + launch + recomputed + sum(links)
     count, busy = job.microbatches, job.microbatches * stage
     parts = {
         "matmul": count * matmul,
         "attention": count * attention,
-        "memory_bound": count * memory,
+        "memory_bound": count * (memory + launch),
         "recompute": count * recomputed,
         "tensor_parallel": count * links[0],
         "context_parallel": count * links[1],
@@ -193,8 +194,8 @@ def matmul_peak(job: Job, fitted: Constants) -> float:
     return flops[kind] * share * (1.0 if job.kernels == "fused" else fitted.unfused)
 
 
-def _compute(job: Job, fitted: Constants) -> tuple[float, float, float]:
-    """Seconds of a microbatch on the slowest pipeline stage: products, attention, memory-bound and launch."""
+def _compute(job: Job, fitted: Constants) -> tuple[float, float, float, float]:
+    """Seconds of a microbatch on the slowest pipeline stage: products, attention, memory-bound, what launching adds."""
     shape, tokens = job.shape, job.microbatch_tokens / job.cp
     peak = matmul_peak(job, fitted) * tokens / (tokens + TOKENS_HALF)
     narrow = min(shape.hidden, shape.heads * shape.head_size / job.tp, (shape.ffn or shape.hidden * job.tp) / job.tp)
@@ -214,8 +215,8 @@ def _compute(job: Job, fitted: Constants) -> tuple[float, float, float]:
     memory = streams / (MEMORY_SHARE * job.gpu.bandwidth)
     host = (shape.layers - shape.moe_layers) * HOST_DENSE + shape.moe_layers * fitted.host_expert
     host *= (0.4 if job.forward_only else 1.0) / job.pp
-    device = matmul + attention + memory
-    return matmul, attention, memory + (device**4 + host**4) ** 0.25 - device
+    device = matmul + attention + memory + _context_parallel(job, attention)  # hidden by launching, like the rest
+    return matmul, attention, memory, (device**4 + host**4) ** 0.25 - device
 
 
 def _routed(job: Job, fitted: Constants, tokens: float) -> float:
