@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.checkpoint import identity, train_state
 from rlctl.checkpoint.safetensors import write_model
 from rlctl.config import Recipe
-from rlctl.errors import RlctlError
 from rlctl.eval import EXPORT_FILE, HF
 from rlctl.lazy import dist
 from rlctl.log import RunLog
-from rlctl.policy.base import PolicyProtocol, TrainState
+from rlctl.policy.base import PolicyProtocol
+from rlctl.restore import backend_of, load
 
 
 def write(policy: PolicyProtocol, folder: Path, *, model_dir: Path, tokenizer: Any) -> None:
@@ -66,7 +65,7 @@ def of_checkpoint(recipe: Recipe, job: Path, log: RunLog) -> None:
         model_dir = materialize(resolve(recipe.policy.model_name), progress=log.say)
         stated = recipe.policy.tokenizer
         tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
-        backend = "megatron" if recipe.policy.megatron_cfg.enabled else "dtensor"
+        backend = backend_of(recipe)
         needs_reference = "ref" in _algorithm(recipe).needs
         policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference=needs_reference)
     trainer = train_state.read_trainer(checkpoint)
@@ -75,21 +74,8 @@ def of_checkpoint(recipe: Recipe, job: Path, log: RunLog) -> None:
     identity.check(checkpoint, *({part: hashes[part] for part in parts} for hashes in (trainer["identity"], now)))
     with log.phase("export"):
         log.say(f"exporting {checkpoint}")
-        _load(policy, checkpoint, trainer, backend=backend)
+        load(policy, checkpoint, trainer, now=(backend, str(policy.layout)))
         write(policy, checkpoint / HF, model_dir=model_dir, tokenizer=tokenizer)
-
-
-def _load(policy: PolicyProtocol, checkpoint: Path, trainer: Mapping[str, Any], *, backend: str) -> None:
-    if train_state.is_reshardable(checkpoint):
-        policy.load_whole_state(train_state.reader(checkpoint), updates=trainer["updates"])
-        return
-    before, now = f"{trainer['backend']} {trainer['layout']}", f"{backend} {policy.layout}"
-    if before != now:
-        raise RlctlError(
-            f"`{checkpoint}` was saved as {before}, the run's recipe is {now} by now, and it is not reshardable",
-            "evaluate a later step, or go on with checkpointing.optimizer_format=reshardable",
-        )
-    policy.load_state(TrainState(local=train_state.load(checkpoint)["policy"]))
 
 
 def _algorithm(recipe: Recipe) -> AlgorithmProtocol:

@@ -31,8 +31,9 @@ from rlctl.generation.base import EngineProtocol
 from rlctl.log import RunLog
 from rlctl.models.materialize import load_tokenizer, materialize
 from rlctl.models.resolve import resolve
-from rlctl.policy.base import PolicyProtocol, TrainState
+from rlctl.policy.base import PolicyProtocol
 from rlctl.policy.schedule import learning_rate
+from rlctl.restore import backend_of, load
 from rlctl.rollout import Colocated, build_environment, input_limit, write_rollouts
 from rlctl.supervised import Supervised
 from rlctl.types import Batch
@@ -137,7 +138,7 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
     model_dir = materialize(source, progress=log.say)
     stated = recipe.policy.tokenizer
     tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
-    backend = _backend(recipe)
+    backend = backend_of(recipe)
     log.doing(f"building the {backend} policy")
     policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference="ref" in algorithm.needs)
     engine: EngineProtocol | None = None
@@ -176,7 +177,12 @@ def restore(run: Run) -> Progress:
     if checkpoint is not None:
         trainer = train_state.read_trainer(checkpoint)
         identity.check(checkpoint, trainer["identity"], run.identity)
-        random_state = _load(run, checkpoint, trainer) or random_state
+        before, now = (trainer["backend"], trainer["layout"]), (backend_of(run.recipe), _layout(run.policy))
+        local = load(run.policy, checkpoint, trainer, now=now)
+        if local is None:
+            run.log.say(f"saved as {' '.join(before)}, goes on as {' '.join(now)}: weights and optimizer are resharded")
+        else:
+            random_state = local["random"]
         done = Progress(
             step=trainer["step"],
             saved=trainer["step"],
@@ -219,21 +225,6 @@ def check(run: Run, done: Progress) -> None:
     run.log.say(f"checks: {len(results)} passed in {time.monotonic() - began:.1f} s")
 
 
-def _load(run: Run, checkpoint: Path, trainer: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Give the policy a checkpoint's state; returns the random states of this process, if it has any."""
-    if not train_state.is_reshardable(checkpoint):
-        local = train_state.load(checkpoint)
-        run.policy.load_state(TrainState(local=local["policy"]))
-        return local["random"]
-    run.policy.load_whole_state(train_state.reader(checkpoint), updates=trainer["updates"])
-    before, now = (trainer["backend"], trainer["layout"]), (_backend(run.recipe), _layout(run.policy))
-    if before == now:
-        local = train_state.load(checkpoint)
-        return local["random"]
-    run.log.say(f"saved as {' '.join(before)}, goes on as {' '.join(now)}: weights and optimizer are resharded")
-    return None
-
-
 def save(run: Run, done: Progress) -> None:
     """Write a checkpoint of what is done, unless there is one or the recipe wants none. Collective."""
     recipe, metrics = run.recipe, done.metrics
@@ -241,7 +232,7 @@ def save(run: Run, done: Progress) -> None:
         return
     _check_metric(recipe, metrics)
     trainer = {
-        "backend": _backend(recipe),
+        "backend": backend_of(recipe),
         "layout": _layout(run.policy),
         "updates": run.policy.num_updates,
         "epoch_steps": run.rollouts.order.num_steps(recipe.grpo.max_num_epochs),
@@ -430,10 +421,6 @@ def _due(period: int, step: int, last: int) -> bool:
 
 def _validates(steps: Steps, step: int, last: int) -> bool:
     return (steps.val_period > 0 and step % steps.val_period == 0) or (steps.val_at_end and step == last)
-
-
-def _backend(recipe: Recipe) -> str:
-    return "megatron" if recipe.policy.megatron_cfg.enabled else "dtensor"
 
 
 def _reshardable(options: Checkpointing, *, last: bool) -> bool:
