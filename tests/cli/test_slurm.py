@@ -114,10 +114,17 @@ def metrics(run_dir):
     return [{k: v for k, v in x.items() if not k.startswith(("time/", "memory/", "perf/"))} for x in lines]
 
 
+def said(run_dir):
+    """What a person would look at when a job does not go on."""
+    asked = (["scontrol", "show", "job"], ["sinfo", "--Node", "--long"], ["scontrol", "show", "node"])
+    answers = [subprocess.run(line, capture_output=True, text=True, check=False).stdout for line in asked]
+    return "\n".join([f.read_text()[-1500:] for f in (run_dir / "logs").glob("*.out")] + answers)
+
+
 def wait(what, run_dir):
     end = time.monotonic() + 300
     while not what():
-        assert time.monotonic() < end, [f.read_text()[-2000:] for f in (run_dir / "logs").glob("*.out")]
+        assert time.monotonic() < end, said(run_dir)
         time.sleep(0.2)
 
 

@@ -66,6 +66,11 @@ def test_a_reward_that_rises_beyond_its_noise_is_learning(made):
     assert "from 0.125 (mean of steps 1 to 4) to 0.925 (mean of steps 17 to 20)" in answer.text
 
 
+def test_a_rising_reward_beside_bad_health_is_not_called_good(made):
+    answer = findings.learned(made(rising(**{"mismatch/token_mult_prob_error": 1.2})))
+    assert answer.verdict == "open" and "not all signs of health are good" in answer.text
+
+
 def test_a_flat_or_falling_reward_is_not(made):
     assert findings.learned(made([row(i, 0.5 + 0.001 * (i % 2)) for i in range(1, 21)])).verdict == "open"
     assert findings.learned(made([row(i, 1 - i / 20) for i in range(1, 21)], name="b")).verdict == "bad"
@@ -308,7 +313,7 @@ def test_start_up_checks_are_shown_and_a_failed_one_is_told(made):
 
 
 def test_the_mismatch_has_an_answer_of_its_own(made):
-    assert findings.mismatch(made(rising())).text.startswith("Yes: mean ratio at most 1.0010 (step 1); 1 is exact")
+    assert findings.mismatch(made(rising())).text.startswith("Yes: mean ratio peaks at 1.0010 (step 1); 1 is exact")
     sick = made(rising(**{"mismatch/token_mult_prob_error": 1.2}), name="b")
     assert findings.mismatch(sick).verdict == "bad" and findings.mismatch(made([], name="c")).verdict == "open"
 

@@ -80,7 +80,7 @@ def lines(
     body += [_line(s, scale, unit) for s in drawn]
     body += [_missing(s, scale) for s in drawn]
     legend = [(s.label, s.colour) for s in drawn] if len(drawn) > 1 else []
-    return _svg("".join(body), legend, thinned=of_each)
+    return _svg("".join(body), legend, thinned=of_each, missing=any(s.missing for s in drawn))
 
 
 def stacked(layers: Mapping[str, Points], *, unit: str = "") -> str:
@@ -229,10 +229,11 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _svg(body: str, legend: Sequence[tuple[str, int]], *, thinned: int) -> str:
+def _svg(body: str, legend: Sequence[tuple[str, int]], *, thinned: int, missing: bool = False) -> str:
     keys = "".join(
         f'<span><i class="k{c % COLOURS}{" dash" * (c >= COLOURS)}"></i>{escape(label)}</span>' for label, c in legend
     )
     keys += f"<span>each point is the mean of {thinned} steps</span>" if thinned > 1 else ""
+    keys += "<span>red triangles: not finite</span>" if missing else ""
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{body}</svg>'
     return drawing + (f'<div class="legend">{keys}</div>' if keys else "")

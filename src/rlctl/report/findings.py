@@ -120,6 +120,11 @@ def learned(run: Run) -> Answer:
     where = f"from {number_3(first)} {_steps(reward[:size])} to {number_3(last)} {_steps(reward[-size:])}"
     if far and last > first:
         verdict, text = "good", f"Yes. Training reward rose {where}."
+        if healthy(run).verdict == "bad":
+            verdict, text = (
+                "open",
+                f"{text} But not all signs of health are good: trust it only when they are explained.",
+            )
     elif far:
         verdict, text = "bad", f"No. Training reward fell {where}."
     else:
@@ -213,7 +218,7 @@ def _mismatch(run: Run) -> Check | None:
         return None
     step, worst = max(points, key=lambda p: p[1])
     return Check(
-        name=_MISMATCH, found=f"mean ratio at most {worst:.4f} (step {step})",
+        name=_MISMATCH, found=f"mean ratio peaks at {worst:.4f} (step {step})",
         expected=f"1 is exact, below {MISMATCH_LIMIT} is fine", ok=worst < MISMATCH_LIMIT,
     )  # fmt: skip
 
@@ -232,7 +237,7 @@ def _share(run: Run, kind: str, name: str, limit: float) -> Check | None:
     worst = max(y for _, y in points)
     steps = "the last step" if size == 1 else f"the last {size} steps"
     return Check(
-        name=name, found=f"{last:.1%} in {steps}, at most {worst:.1%}", expected=f"at most {limit:.0%} at the end",
+        name=name, found=f"{last:.1%} in {steps}, peak {worst:.1%}", expected=f"at most {limit:.0%} at the end",
         ok=last <= limit,
     )  # fmt: skip
 
@@ -269,7 +274,7 @@ def _gradients(run: Run) -> Check | None:
     step, worst = max(points, key=lambda p: p[1])
     middle = statistics.median(y for _, y in points)
     return Check(
-        name="gradient norm", found=f"median {number_3(middle)}, at most {number_3(worst)} (step {step})",
+        name="gradient norm", found=f"median {number_3(middle)}, peak {number_3(worst)} (step {step})",
         expected=f"no spike above {SPIKE:.0f} times the median", ok=worst <= SPIKE * middle,
     )  # fmt: skip
 

@@ -116,7 +116,8 @@ def resume_line(run: Run) -> str | None:
 
 def _rerun_card(run: Run) -> str:
     onward = resume_line(run)
-    lines = [("", rerun_line(run)), *([("Or go on where it stopped:", onward)] if onward else [])]
+    again = "It failed; the same would fail again unless its cause is mended:" if run.status == "failed" else ""
+    lines = [(again, rerun_line(run)), *([("Or go on where it stopped:", onward)] if onward else [])]
     shown = "".join(f"<p>{label} <code>{escape(line)}</code></p>" for label, line in lines)
     return f"<div class='open'><h3>How to run it again?</h3>{shown}</div>"
 
@@ -129,7 +130,8 @@ def _what_card(run: Run) -> str:
     text = (
         f"{recipe['algorithm']} on {recipe['policy']['model_name']}, task {recipe['env']['name']}; {_processes(recipe)}"
         + (f" on a host with {machine['cpus']} CPU cores, {gpus}" if machine else "")
-        + f". {sum(default is not None for _, _, default in run.changed)} recipe keys are not default."
+        + f". Seed {recipe['grpo']['seed']}. "
+        f"{sum(default is not None for _, _, default in run.changed)} recipe keys are not default."
         + (f" {', '.join(shown)}." if shown else "")
     )
     return f"<div class='open'><h3>What was run?</h3><p>{escape(text)}</p></div>"
@@ -214,7 +216,10 @@ def _evaluations(run: Run) -> str:
             ]
         )
     head = ["step", "evaluation", "samples", "reward (95 %)", "correct from", "pass@k (95 %)", "files"]
-    return table(head, rows)
+    if not rows:
+        return ""
+    note = "Checkpoints measured apart with rlctl eval; the number of prompts and samples is its own."
+    return f"<h3>Evaluations of {escape(run.name)}</h3><p class='soft'>{note}</p>{table(head, rows)}"
 
 
 def _interval(estimate: dict[str, Any]) -> str:
