@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 import torch
 
-from rlctl import checks, device, trainer
+from rlctl import checks, device, parts, progress, trainer
 from rlctl.errors import RlctlError
 from rlctl.log import RunLog
 from rlctl.recipe.compose import compose
 from rlctl.recipe.derive import derive
 
 
-def build(folder: Path, backend: str, *overrides: str) -> trainer.Run:
+def build(folder: Path, backend: str, *overrides: str) -> parts.Run:
     settings = [
         "cluster.procs=1",
         "checkpointing.enabled=false",
@@ -26,11 +26,11 @@ def build(folder: Path, backend: str, *overrides: str) -> trainer.Run:
     ]
     recipe = derive(compose("grpo", "smoke-tiny", [*settings, *overrides]), device.probe()).recipe
     log = RunLog(folder, writes=True, tensorboard=False, console=None)
-    return trainer.build(recipe, folder, log)
+    return parts.build(recipe, folder, log)
 
 
 @contextlib.contextmanager
-def mask_shifted_by_one(run: trainer.Run) -> Iterator[None]:
+def mask_shifted_by_one(run: parts.Run) -> Iterator[None]:
     real = run.policy.forward
 
     def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def mask_shifted_by_one(run: trainer.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_leaks(run: trainer.Run) -> Iterator[None]:
+def attention_leaks(run: parts.Run) -> Iterator[None]:
     """Packed sequences run as one: positions and boundaries do not begin anew."""
     module = type(run.policy).__module__
     from rlctl.policy.packing import build_microbatch
@@ -59,7 +59,7 @@ def attention_leaks(run: trainer.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def head_stays_behind(run: trainer.Run) -> Iterator[None]:
+def head_stays_behind(run: parts.Run) -> Iterator[None]:
     real = run.engine.load_weights
 
     class WithoutHead:
@@ -75,12 +75,12 @@ def head_stays_behind(run: trainer.Run) -> Iterator[None]:
 
     first: dict[str, torch.Tensor] = {}
     with patch.object(run.engine, "load_weights", lambda source, version: real(WithoutHead(source), version)):
-        trainer.restore(run)  # the engine's first head is the one that stays
+        progress.restore(run)  # the engine's first head is the one that stays
         yield
 
 
 @contextlib.contextmanager
-def engine_samples_at_another_temperature(run: trainer.Run) -> Iterator[None]:
+def engine_samples_at_another_temperature(run: parts.Run) -> Iterator[None]:
     with patch.object(checks, "Sampling", lambda **options: trainer_sampling(**(options | {"temperature": 0.7}))):
         yield
 
@@ -92,7 +92,7 @@ def trainer_sampling(**options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def prompts_begin_twice(run: trainer.Run) -> Iterator[None]:
+def prompts_begin_twice(run: parts.Run) -> Iterator[None]:
     renderer = run.rollouts.renderer
     real, begin = renderer.prompt, renderer.tokenizer.eos_token_id
     before, renderer.tokenizer.bos_token = renderer.tokenizer.bos_token, renderer.tokenizer.eos_token
@@ -102,7 +102,7 @@ def prompts_begin_twice(run: trainer.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def template_rewrites_earlier_messages(run: trainer.Run) -> Iterator[None]:
+def template_rewrites_earlier_messages(run: parts.Run) -> Iterator[None]:
     renderer = run.rollouts.renderer
     real = renderer.text
     with patch.object(renderer, "text", lambda messages, *, opens: f"{len(messages)} {real(messages, opens=opens)}"):
@@ -110,13 +110,13 @@ def template_rewrites_earlier_messages(run: trainer.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def grader_does_not_take_gold(run: trainer.Run) -> Iterator[None]:
+def grader_does_not_take_gold(run: parts.Run) -> Iterator[None]:
     with patch.object(run.rollouts.environment, "gold", lambda prompt: "#"):
         yield
 
 
 @contextlib.contextmanager
-def gradient_grows_with_microbatches(run: trainer.Run) -> Iterator[None]:
+def gradient_grows_with_microbatches(run: parts.Run) -> Iterator[None]:
     module = type(run.policy).__module__
     from rlctl.policy.loss import weighted_loss
 
@@ -136,7 +136,7 @@ def gradient_grows_with_microbatches(run: trainer.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tokenizer_of_a_larger_vocabulary(run: trainer.Run) -> Iterator[None]:
+def tokenizer_of_a_larger_vocabulary(run: parts.Run) -> Iterator[None]:
     tokenizer = run.rollouts.renderer.tokenizer
     with patch.object(type(tokenizer), "get_vocab", lambda self: {"a": 0, "far": 99_999}):
         yield
@@ -156,19 +156,19 @@ FAULTS = {
 def outcomes(folder: Path, backend: str) -> dict[str, str]:
     """Fault -> the check that told it; `sound` -> what the sound run says."""
     run = build(folder, backend)
-    trainer.restore(run)
+    progress.restore(run)
     found = {"sound": _checked(run)}
     for faults in FAULTS.values():
         for fault in faults:
             with fault(run):
                 found[fault.__name__] = _checked(run)
-            trainer.restore(run)
+            progress.restore(run)
     return found | {"sound again": _checked(run)}
 
 
-def _checked(run: trainer.Run) -> str:
+def _checked(run: parts.Run) -> str:
     try:
-        trainer.check(run, trainer.Progress())
+        trainer.check(run, progress.Progress())
     except RlctlError as error:
         return f"{error.exit_status} {error.message}"
     return "passed"
@@ -177,10 +177,10 @@ def _checked(run: trainer.Run) -> str:
 def unchanged(folder: Path, backend: str) -> dict[str, bool]:
     """What checks leave as it was."""
     run = build(folder, backend, "loss_fn.reference_policy_kl_penalty=0.1")
-    trainer.restore(run)
+    progress.restore(run)
     for _ in range(2):  # without and with an optimizer's state
         before, random_before = checks._snapshot(run.policy.state().local), torch.get_rng_state()
-        trainer.check(run, trainer.Progress())
+        trainer.check(run, progress.Progress())
         same = {
             "state": _equal(before, run.policy.state().local),
             "random": torch.equal(random_before, torch.get_rng_state()),
@@ -194,11 +194,11 @@ def unchanged(folder: Path, backend: str) -> dict[str, bool]:
         )
         run.policy.set_lr(1e-3)
         run.policy.train_step(batch, run.algorithm)
-        trainer.restore(run)
+        progress.restore(run)
     return same
 
 
-def _subject(run: trainer.Run) -> checks.Subject:
+def _subject(run: parts.Run) -> checks.Subject:
     return checks.Subject(
         recipe=run.recipe, policy=run.policy, algorithm=run.algorithm, engine=run.engine,
         environment=run.rollouts.environment, renderer=run.rollouts.renderer, prompts=run.rollouts.prompts,

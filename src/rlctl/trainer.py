@@ -1,75 +1,32 @@
 """The training loop, and one step of it, readable top to bottom. It never names an engine or a rank's layout.
 
-1. `build` makes the parts that the recipe names: environment, policy, engine, algorithm.
+1. parts.py makes what the recipe names: environment, policy, engine, algorithm.
 2. `train_step` generates, scores, and updates the policy; then the engine takes the new weights.
-3. `train` does that from the newest checkpoint on, for as many steps as asked; it logs, saves, and exports the policy.
+3. `train` does that from the newest checkpoint on (progress.py) for as many steps as asked, and exports the policy.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlctl import checks, device, export, plugins
+from rlctl import checks, device, export
 from rlctl import eval as evaluation
-from rlctl.algorithms import base as algorithms
-from rlctl.algorithms.base import AlgorithmProtocol
-from rlctl.checkpoint import identity, train_state
-from rlctl.config import Checkpointing, Recipe, Steps
-from rlctl.envs.render import Renderer
+from rlctl.config import Recipe, Steps
 from rlctl.errors import CHECK_FAILED, RlctlError
-from rlctl.generation.base import EngineProtocol
 from rlctl.log import RunLog
-from rlctl.models.materialize import load_tokenizer, materialize
-from rlctl.models.resolve import resolve
-from rlctl.policy.base import PolicyProtocol
+from rlctl.parts import Run, build
 from rlctl.policy.schedule import learning_rate
-from rlctl.restore import backend_of, load
-from rlctl.rollout import Colocated, build_environment, input_limit, write_rollouts
+from rlctl.progress import Progress, restore, save
+from rlctl.rollout import Colocated, write_rollouts
 from rlctl.supervised import Supervised
 from rlctl.types import Batch
 
 MISMATCH_WARNING = 1.05  # of mismatch/token_mult_prob_error; 1 is agreement
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The parts of a run."""
-
-    recipe: Recipe
-    run_dir: Path
-    model_dir: Path
-    tokenizer: Any
-    policy: PolicyProtocol
-    algorithm: AlgorithmProtocol
-    engine: EngineProtocol | None
-    """None where nothing is generated."""
-    rollouts: Colocated | Supervised
-    log: RunLog
-    identity: dict[str, str]
-    """Hashes of what the run is about (checkpoint/identity.py)."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """What of a run is done."""
-
-    step: int = 0
-    saved: int = 0
-    """The step of the newest checkpoint."""
-    first_reward: float = math.nan
-    """Of the first step, by which the run's end is measured; the loss where nothing is rewarded."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of `step`."""
 
 
 def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float], bool]) -> bool:
@@ -109,14 +66,14 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
         log.step(step, metrics, total=last)  # before the save: a checkpoint's step has its line, whenever the run dies
         judge_mismatch(log, recipe.checks.stop_above_mismatch, step, metrics)
         done.step, done.metrics = step, metrics
-        done.first_reward = metrics[_headline(run)] if step == 1 else done.first_reward
+        done.first_reward = metrics[run.headline] if step == 1 else done.first_reward
         if _due(recipe.checkpointing.save_period, step, last):
             save(run, done)
         longest = max(longest, time.monotonic() - began)
     if recipe.checkpointing.save_hf:
         with log.phase("export"):
             export.write(run.policy, run_dir / evaluation.HF, model_dir=run.model_dir, tokenizer=run.tokenizer)
-    name = _headline(run)
+    name = run.headline
     log.say(f"{name.split('/')[1]} {done.first_reward:.3f} at step 1, {done.metrics[name]:.3f} at step {done.step}")
     log.say(
         (f"model  {run_dir / 'hf'}\n" if recipe.checkpointing.save_hf else "") + f"look   rlctl runs show {run_dir}"
@@ -124,80 +81,6 @@ def train(recipe: Recipe, run_dir: Path, log: RunLog, *, stop: Callable[[float],
     if run.engine is not None:
         run.engine.close()
     return True
-
-
-def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
-    """Make the parts, in the order in which a user's mistake is cheapest to find."""
-    device.seed_everything(recipe.grpo.seed)
-    algorithm_file = plugins.load("algorithm", recipe.algorithm)
-    algorithm = algorithm_file.Algorithm(algorithm_file.Config(grpo=recipe.advantage, loss_fn=recipe.loss_fn))
-    generates = algorithms.source(recipe.algorithm) == "rollouts"
-    environment = build_environment(recipe) if generates else None
-    assert recipe.policy.model_name is not None
-    source = resolve(recipe.policy.model_name)
-    model_dir = materialize(source, progress=log.say)
-    stated = recipe.policy.tokenizer
-    tokenizer = load_tokenizer(model_dir, name=stated.name, chat_template=stated.chat_template)
-    backend = backend_of(recipe)
-    log.doing(f"building the {backend} policy")
-    policy = plugins.load("backend", backend).Policy(recipe, model_dir, reference="ref" in algorithm.needs)
-    engine: EngineProtocol | None = None
-    rollouts: Colocated | Supervised
-    if environment is None:
-        rollouts = Supervised(recipe, Renderer(tokenizer))
-    else:
-        assert recipe.policy.generation.backend is not None
-        log.doing(f"building the engine, {recipe.policy.generation.backend}")
-        engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
-        log.doing("reading the prompts")
-        rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer), progress=log.progress)
-    log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {_layout(policy)}")
-    log.say(_data_line(rollouts))
-    return Run(
-        recipe=recipe,
-        run_dir=run_dir,
-        model_dir=model_dir,
-        tokenizer=tokenizer,
-        policy=policy,
-        algorithm=algorithm,
-        engine=engine,
-        rollouts=rollouts,
-        log=log,
-        identity=identity.of_run(recipe, model_dir, tokenizer),
-    )
-
-
-def restore(run: Run) -> Progress:
-    """Go on from the newest checkpoint, if there is one, and give the engine the weights. Collective.
-
-    Raises:
-        RlctlError: the checkpoint is damaged, or of another model, tokenizer, recipe or layout.
-    """
-    checkpoint, done, random_state = train_state.newest(run.run_dir), Progress(), device.rng_state()
-    if checkpoint is not None:
-        trainer = train_state.read_trainer(checkpoint)
-        identity.check(checkpoint, trainer["identity"], run.identity)
-        before, now = (trainer["backend"], trainer["layout"]), (backend_of(run.recipe), _layout(run.policy))
-        local = load(run.policy, checkpoint, trainer, now=now)
-        if local is None:
-            run.log.say(f"saved as {' '.join(before)}, goes on as {' '.join(now)}: weights and optimizer are resharded")
-        else:
-            random_state = local["random"]
-        done = Progress(
-            step=trainer["step"],
-            saved=trainer["step"],
-            first_reward=trainer["first_reward"],
-            metrics=trainer["metrics"],
-        )
-        run.log.say(f"resuming after step {done.step}, from {checkpoint}")
-    if dist.get_rank() == 0:
-        train_state.rewind(run.run_dir, train_state.NOTHING if checkpoint is None else done.step)
-        if done.step < run.rollouts.num_steps:
-            shutil.rmtree(run.run_dir / "hf", ignore_errors=True)  # of an earlier end, if it had fewer steps to do
-    if isinstance(run.rollouts, Colocated):
-        run.rollouts.publish(run.policy.weights(), version=done.step)
-    device.set_rng_state(random_state)
-    return done
 
 
 def check(run: Run, done: Progress) -> None:
@@ -225,33 +108,6 @@ def check(run: Run, done: Progress) -> None:
     run.log.say(f"checks: {len(results)} passed in {time.monotonic() - began:.1f} s")
 
 
-def save(run: Run, done: Progress) -> None:
-    """Write a checkpoint of what is done, unless there is one or the recipe wants none. Collective."""
-    recipe, metrics = run.recipe, done.metrics
-    if not recipe.checkpointing.enabled or done.saved == done.step:
-        return
-    _check_metric(recipe, metrics)
-    trainer = {
-        "backend": backend_of(recipe),
-        "layout": _layout(run.policy),
-        "updates": run.policy.num_updates,
-        "epoch_steps": run.rollouts.order.num_steps(recipe.grpo.max_num_epochs),
-        "first_reward": done.first_reward,
-        "identity": run.identity,
-        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-    }
-    with run.log.phase("save"):
-        local: dict[str, Any] = {"random": device.rng_state()}
-        whole: Iterable[tuple[str, train_state.Named]] = ()
-        if _reshardable(recipe.checkpointing, last=done.step == run.rollouts.num_steps):
-            whole = run.policy.whole_state(train_state.CHUNK_BYTES)
-        else:
-            local["policy"] = dict(run.policy.state().local)
-        options = recipe.checkpointing
-        train_state.save(run.run_dir, step=done.step, local=local, trainer=trainer, options=options, whole=whole)
-    done.saved = done.step
-
-
 def _end_early(run: Run, done: Progress) -> None:
     save(run, done)
     saved = f"saved as step {done.saved}" if done.saved == done.step else "not saved: checkpointing.enabled is false"
@@ -266,25 +122,6 @@ def _dump(run: Run, folder: str, step: int) -> None:
     """Write the last phase's rollouts."""
     if isinstance(run.rollouts, Colocated) and dist.get_rank() == 0:
         write_rollouts(run.run_dir / folder / f"step_{step:06d}.jsonl", run.rollouts.last, run.tokenizer)
-
-
-def _headline(run: Run) -> str:
-    """The metric that says whether the run gets anywhere."""
-    return "rollout/reward" if isinstance(run.rollouts, Colocated) else "train/loss"
-
-
-def _data_line(rollouts: Colocated | Supervised) -> str:
-    """What the prompts amount to; a step that takes more than there are repeats some."""
-    generates = isinstance(rollouts, Colocated)
-    prompts, steps = rollouts.order.n, rollouts.recipe.grpo
-    what = "prompts" if generates else "rows"
-    limit = input_limit(rollouts.recipe) if generates else rollouts.recipe.policy.max_total_sequence_length
-    parts = [f"data: {prompts} {what}", f"{rollouts.order.num_steps(1)} steps an epoch"]
-    if rollouts.dropped:
-        parts.append(f"{rollouts.dropped} dropped, longer than {limit} tokens")
-    if prompts < steps.num_prompts_per_step:
-        parts.append(f"warning: fewer than the {steps.num_prompts_per_step} of a step, so {what} repeat in it")
-    return ", ".join(parts)
 
 
 def _warn(run: Run, batch: Batch, step: int) -> None:
@@ -344,18 +181,6 @@ def _on_any_rank(flag: bool) -> bool:
     return bool(found.item())
 
 
-def _check_metric(recipe: Recipe, metrics: Mapping[str, float]) -> None:
-    """Refuse a `checkpointing.metric_name` that no step has, at the first save."""
-    name = recipe.checkpointing.metric_name
-    validated = any(metric.startswith("val/") for metric in metrics)
-    waits = recipe.grpo.val_period > 0 and not validated  # its first validation comes later
-    if name is None or name in metrics or (name.startswith("val/") and waits):
-        return
-    near = difflib.get_close_matches(name, metrics, n=1)
-    suggestion = f"did you mean `{near[0]}`?" if near else f"it logs {', '.join(sorted(metrics))}"
-    raise RlctlError(f"`checkpointing.metric_name` is `{name}`, which this run does not log", suggestion)
-
-
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: a rollout phase and the updates on it.
 
@@ -404,7 +229,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
             metrics = evaluation.validate(run.rollouts)
             run.policy.onload("optimizer")
     _dump(run, "validation", step)
-    name = _headline(run).split("/")[1]
+    name = run.headline.split("/")[1]
     run.log.say(f"validation after step {step}: {name} {metrics[f'val/{name}']:.3f}")
     return metrics
 
@@ -421,14 +246,6 @@ def _due(period: int, step: int, last: int) -> bool:
 
 def _validates(steps: Steps, step: int, last: int) -> bool:
     return (steps.val_period > 0 and step % steps.val_period == 0) or (steps.val_at_end and step == last)
-
-
-def _reshardable(options: Checkpointing, *, last: bool) -> bool:
-    return options.optimizer_format == "reshardable" or (options.optimizer_format == "auto" and last)
-
-
-def _layout(policy: PolicyProtocol) -> str:
-    return str(policy.layout)
 
 
 def _metrics(results: list[dict[str, float]], *, sampled: bool) -> dict[str, float]:

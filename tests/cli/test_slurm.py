@@ -150,6 +150,7 @@ def test_a_job_survives_scancel_and_a_requeue_with_the_numbers_of_one_that_ran_t
     wait(lambda: state(job) == "PD", run_dir)
     requeued = len(metrics(run_dir))
     assert (run_dir / "checkpoints" / f"step_{requeued:06d}" / "manifest.json").is_file()
+    time.sleep(3)  # in the second of the requeue Slurm answers `Job credential revoked`; by itself it waits two minutes
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     wait(lambda: len(metrics(run_dir)) >= requeued + 2, run_dir)
     subprocess.run(["scancel", job], check=True)

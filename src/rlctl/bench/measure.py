@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlctl import device, plugins, trainer
+from rlctl import device, parts, plugins
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.bench import parity, replay
 from rlctl.bench.job import RECORD, RESULT_FILE, Job, read
@@ -59,7 +59,7 @@ def run(recipe: Recipe, run_dir: Path, log: RunLog) -> None:
 
 def _record(recipe: Recipe, run_dir: Path, log: RunLog, job: Job) -> dict[str, Any]:
     """Generate the recipe's first steps with the initial weights."""
-    made = trainer.build(recipe, run_dir, log)
+    made = parts.build(recipe, run_dir, log)
     if isinstance(made.rollouts, Colocated):
         made.rollouts.publish(made.policy.weights(), version=0)
     batches, seconds = [], []
