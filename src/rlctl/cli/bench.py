@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli import options, output
+from rlctl.cli import options, output, simulate
 from rlctl.errors import CHECK_FAILED, RlctlError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ EXAMPLES = """[bold]Examples[/bold]
 rlctl bench --compare dtensor,megatron --recipe smoke-tiny --parity-only
 rlctl bench --compare dtensor,megatron --recipe smoke-tiny --steps 5 --repeats 3
 rlctl bench --compare megatron --sweep recompute,packing --recipe smoke-tiny
+rlctl bench --simulate --compare dtensor,megatron --model llama-3.1-70b --gpus 64 --gpu h100
 rlctl bench compare before/report.json after/report.json --fail-over 5%"""
 BACKENDS = ("dtensor", "megatron")
 KNOBS = ("packing", "recompute", "tp", "micro_batch")
@@ -100,10 +101,17 @@ def run(  # noqa: PLR0913, PLR0917  one parameter an option
     gpus_per_node: options.GpusPerNode = None,
     out: Out = None,
     keep_records: KeepRecords = False,
+    simulate_: simulate.Simulate = False,
+    gpus: simulate.Gpus = None,
+    gpu: simulate.Gpu = None,
+    response_tokens: simulate.ResponseTokens = None,
+    prompt_tokens: simulate.PromptTokens = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Record rollouts once, check that backends agree on them, then time each."""
+    """Record rollouts once, check that backends agree on them, then time each; or predict it (`--simulate`)."""
+    if simulate.check(context):
+        return simulate.run(context.params, _backends(compare, None))
     from rlctl import device  # see cli/train.py
     from rlctl.cli import job
     from rlctl.launch import bench

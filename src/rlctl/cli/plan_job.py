@@ -46,16 +46,8 @@ def answer(request: Request) -> dict[str, Any]:
     Raises:
         RlctlError: an unknown GPU, model or recipe, or lengths that contradict the recipe.
     """
-    gpu_of(request.gpu)
-    composed = _compose(request)
-    recipe = composed.recipe
-    if recipe.policy.model_name is None:
-        raise RlctlError("no model is named", "give `--model NAME`, or a recipe that names one")
-    config = resolve.resolve(recipe.policy.model_name, recipe.policy.hf_config_overrides).config
-    question = auto.question_of(
-        recipe, config, gpu_of(request.gpu), request.gpus, prompt_tokens=request.prompt_tokens,
-        response_tokens=request.response_tokens,
-    )  # fmt: skip
+    composed, question = ask(request)
+    recipe, config = composed.recipe, question.hf_config
     fitted = constants()
     given, refused = _given(composed, question)
     backends = [request.backend] if request.backend else ["megatron", "dtensor"]
@@ -71,12 +63,31 @@ def answer(request: Request) -> dict[str, Any]:
             "response_limit": question.lengths.limit, "microbatch_tokens": question.microbatch_tokens,
             "gpu_memory_utilization": question.utilization, "precision": question.precision,
         },
-        "given": _as_data(question, predict(question, given, fitted=fitted)) if given else None,
+        "given": as_data(question, predict(question, given, fitted=fitted)) if given else None,
         "given_refused": refused,
-        "best": [_as_data(question, p) for f in found.values() for p in f.best],
+        "best": [as_data(question, p) for f in found.values() for p in f.best],
         "considered": {name: f.considered for name, f in found.items()},
         "why": _why(found),
     }  # fmt: skip
+
+
+def ask(request: Request) -> tuple[compose.Composed, Question]:
+    """The composed recipe, and its job with the layout left open.
+
+    Raises:
+        RlctlError: an unknown GPU, model or recipe, or lengths that contradict the recipe.
+    """
+    gpu_of(request.gpu)
+    composed = _compose(request)
+    recipe = composed.recipe
+    if recipe.policy.model_name is None:
+        raise RlctlError("no model is named", "give `--model NAME`, or a recipe that names one")
+    config = resolve.resolve(recipe.policy.model_name, recipe.policy.hf_config_overrides).config
+    question = auto.question_of(
+        recipe, config, gpu_of(request.gpu), request.gpus, prompt_tokens=request.prompt_tokens,
+        response_tokens=request.response_tokens,
+    )  # fmt: skip
+    return composed, question
 
 
 def _compose(request: Request) -> compose.Composed:
@@ -125,7 +136,8 @@ def _given(composed: compose.Composed, question: Question) -> tuple[Choice | Non
     )
 
 
-def _as_data(question: Question, found: Prediction) -> dict[str, Any]:
+def as_data(question: Question, found: Prediction) -> dict[str, Any]:
+    """A prediction, as JSON has it."""
     choice, memory, step = found.choice, found.memory, found.step
     low, high = interval.of("rl step")
     seconds = None

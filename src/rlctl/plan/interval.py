@@ -7,6 +7,7 @@ and RL steps, whose rows are few. A class of training jobs with fewer than 15 re
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def of(name: str) -> tuple[float, float]:
     return low, high
 
 
+def ratio(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    """The factors of the ratio of two predictions whose errors are independent (on the logarithm, in quadrature).
+
+    Args:
+        first: factors of the numerator, below and above 1 or close to it.
+        second: of the denominator.
+    """
+    low = math.hypot(math.log(first[0]), math.log(second[1]))
+    high = math.hypot(math.log(first[1]), math.log(second[0]))
+    return math.exp(-low), math.exp(high)
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Of a sample, by linear interpolation."""
     ordered = sorted(values)
@@ -59,8 +72,6 @@ def write(file: Path, constants: Constants, residuals: Mapping[str, Sequence[flo
         constants: the fitted ones.
         residuals: log(measured / predicted) by class, from constants that did not see the row.
     """
-    from math import exp
-
     training = [r for name, values in residuals.items() if name not in _OTHERS for r in values]
     classes = {name: values for name, values in residuals.items() if len(values) >= ENOUGH or name in _OTHERS} | {
         "all": training
@@ -68,7 +79,7 @@ def write(file: Path, constants: Constants, residuals: Mapping[str, Sequence[flo
     table: dict[str, Any] = {
         "constants": {name: float(f"{value:.4g}") for name, value in vars(constants).items()},
         "intervals": {
-            name: [round(exp(quantile(values, share)), 3) for share in (0.1, 0.9)]
+            name: [round(math.exp(quantile(values, share)), 3) for share in (0.1, 0.9)]
             for name, values in sorted(classes.items())
         },
     }

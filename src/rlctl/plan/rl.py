@@ -24,7 +24,7 @@ from rlctl.plan.hardware import Gpu
 from rlctl.plan.shape import Shape
 from rlctl.plan.steptime import LINK_SHARE, Constants, Job, step_time
 
-SPREAD = 0.7  # standard deviation of the log of response lengths, before the cut: reasoning rollouts are this uneven
+SPREAD = 1.0  # standard deviation of the log of response lengths, before the cut: reasoning rollouts are this uneven
 PREFILL_SHARE = 0.5  # of the peak that prefill and large decode batches reach: TensorRT-LLM rows of data/measured.csv
 MOST_SEQUENCES = 1024  # vLLM's own limit of concurrent sequences on a data-centre GPU
 ENGINE_RESERVE = 2e9  # bytes for the engine's activations
@@ -137,21 +137,22 @@ class Generation:
 
 
 def generate(
-    engine: Engine, lengths: Lengths, *, sequences: int, prompts: float, fitted: Constants
+    engine: Engine, lengths: Lengths, *, sequences: int, prompts: float, fitted: Constants, engines: int = 1
 ) -> Generation | None:
-    """Simulate one engine's part of the rollout phase; None when its weights and one sequence do not fit.
+    """Simulate the engine that ends last; None when its weights and one sequence do not fit.
 
     Args:
-        engine: one of them; all have equal work.
+        engine: one of them.
         lengths: of the rollouts.
         sequences: of this engine.
         prompts: of this engine, each prefilled once.
         fitted: constants.
+        engines: how many share the rollouts; the longest of all is this one's.
     """
     slots = min(sequences, engine.slots(lengths.total))
     if slots < 1:
         return None
-    drawn = lengths.sample(sequences)
+    drawn = lengths.sample(sequences * engines)[::-engines]
     stride = next(s for s in range(int(0.618 * sequences) or 1, 2 * sequences + 2) if math.gcd(s, sequences) == 1)
     waiting = [drawn[i * stride % sequences] for i in range(sequences)]
     context = lengths.prompt + lengths.response / 2
@@ -219,6 +220,7 @@ def rl_step(work: Work, fitted: Constants) -> Step | None:
         sequences=-(-work.sequences // engines),
         prompts=work.prompts / engines,
         fitted=fitted,
+        engines=engines,
     )
     if generation is None:
         return None

@@ -141,7 +141,7 @@ def _generation_sizes(question: Question, fitted: Constants, pins: Pins) -> list
         engines = question.gpus // tp
         generation = rl.generate(
             work.engine, question.lengths, sequences=-(-question.sequences // engines),
-            prompts=question.prompts / engines, fitted=fitted,
+            prompts=question.prompts / engines, fitted=fitted, engines=engines,
         )  # fmt: skip
         if generation is not None:
             found.append((generation.total, tp))

@@ -23,6 +23,7 @@ from rlctl.plan.steptime import constants
 from rlctl.recipe.compose import Composed
 
 PAD_UNIT = 128  # the largest that a searched layout pads to: 2 * cp 8 * tp 8
+_RECOMPUTE, _ENGINE = "policy.activation_checkpointing", "policy.generation.vllm_cfg.tensor_parallel_size"
 _DEGREES = {
     "megatron": {
         "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
@@ -154,16 +155,23 @@ def pins_of(recipe: config.Recipe, composed: Composed, backend: Backend) -> Pins
     """What the recipe or the command line settles of a layout."""
     policy, section = recipe.policy, vars(getattr(recipe.policy, f"{backend}_cfg"))
     degrees = {short: section[name] for short, name in _DEGREES[backend].items()}
-    recompute, engine = "policy.activation_checkpointing", "policy.generation.vllm_cfg.tensor_parallel_size"
     tp = policy.generation.vllm_cfg.tensor_parallel_size
-    is_said = policy.activation_checkpointing or composed.overridden(recompute) is not None
+    is_said = policy.activation_checkpointing or composed.overridden(_RECOMPUTE) is not None
     return Pins(
         **degrees,
         sp=policy.megatron_cfg.sequence_parallel if backend == "megatron" else None,
         recompute=policy.activation_checkpointing if is_said else None,
-        generation_tp=tp if tp > 1 or composed.overridden(engine) or policy.generation.backend == "transformers"
+        generation_tp=tp if tp > 1 or composed.overridden(_ENGINE) or policy.generation.backend == "transformers"
         else None,
     )  # fmt: skip
+
+
+def keys(backend: Backend) -> dict[str, str]:
+    """The recipe key of each degree that a search settles."""
+    named = {short: f"policy.{backend}_cfg.{name}" for short, name in _DEGREES[backend].items()}
+    if backend == "megatron":
+        named["sp"] = "policy.megatron_cfg.sequence_parallel"
+    return named | {"generation_tp": _ENGINE, "recompute": _RECOMPUTE}
 
 
 def write(recipe: config.Recipe, backend: Backend, found: Prediction) -> None:
