@@ -177,6 +177,27 @@ def show(pairs: Sequence, constants: steptime.Constants, *, worst: int) -> None:
     )
 
 
+def plot(file: Path, pairs: Sequence, constants: steptime.Constants) -> None:
+    """Held-out rows, predicted against measured tokens/s of a GPU."""
+    from matplotlib import pyplot  # of the cpu pins, by reasoning-gym; only this option needs it
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 5.2))
+    classes = collections.defaultdict(list)
+    for row, job in pairs:
+        classes[interval.kind(job)].append((rows.measured_tokens(row), rows.tokens_per_second(job, constants)))
+    for name, points in sorted(classes.items()):
+        axes.scatter(*zip(*points, strict=True), s=18, alpha=0.7, label=f"{name} ({len(points)})")
+    low, high = (f(v for points in classes.values() for pair in points for v in pair) for f in (min, max))
+    axes.plot([low, high], [low, high], color="black", linewidth=1, label="equal")
+    for factor in (1.25, 0.8):
+        axes.plot([low, high], [low * factor, high * factor], color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="measured tokens/s of a GPU", ylabel="predicted")
+    axes.set_title(f"{len(pairs)} rows that were not fitted; dashed: 25 % apart", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
 def memory(table: Sequence) -> None:
     for family, found in rows.memory_errors(table).items():
         size = sorted(abs(e) for e in found)
@@ -186,6 +207,7 @@ def memory(table: Sequence) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="fit, and write constants.yaml")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the held-out rows")
     arguments = parser.parse_args()
     table = rows.read(DATA / "measured.csv")
     pairs = rows.usable(table)
@@ -209,6 +231,8 @@ def main() -> None:
     print(f"fitted on {len(fitted)} training rows in {len({rows.group(r) for r, _ in fitted})} groups")
     report("fitted", fitted, constants)
     show(held, constants, worst=10)
+    if arguments.plot:
+        plot(arguments.plot, held, constants)
     simple = sorted(six_nd(fitted, held))
     print(
         f"{'6 N D at fitted utilisation':34s} {len(simple):4d} rows  median {100 * statistics.median(simple):5.1f} %   "

@@ -13,6 +13,7 @@ from rlctl.errors import ENVIRONMENT, RlctlError
 EXAMPLES = """[bold]Examples[/bold]
 rlctl plan --model llama-3.1-70b --gpus 64 --gpu h100
 rlctl plan --model qwen3-30b-a3b --gpus 32 --gpu h100 policy.max_total_sequence_length=8192
+rlctl plan --calibrate runs/bench-llama/report.json --write h100.yaml
 rlctl plan --rows measured.csv --json"""
 
 
@@ -41,10 +42,31 @@ def plan(  # noqa: PLR0913, PLR0917  one parameter an option
         Path | None,
         typer.Option(metavar="FILE", rich_help_panel="Job", help="Predict every row of a CSV file of measurements."),
     ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="REPORT",
+            rich_help_panel="Own measurements",
+            show_default=False,
+            help="report.json of rlctl bench on GPUs, once or more: refine the constants.",
+        ),
+    ] = None,
+    write: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel="Own measurements",
+            help="With --calibrate: the new profile. RLCTL_PLAN_PROFILE=FILE puts it to use.",
+        ),
+    ] = Path("plan-profile.yaml"),
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
     """Predict memory and seconds of a job; start nothing."""
+    if calibrate:
+        if model or gpus or gpu or recipe or backend or overrides or rows:
+            raise RlctlError("`--calibrate` takes everything from the reports", "leave the other options out")
+        return _calibrate(calibrate, write, as_json=json)
     if rows is not None:
         if model or gpus or gpu or recipe or backend or overrides:
             raise RlctlError("`--rows` takes everything from the file", "leave the other options out")
@@ -66,6 +88,31 @@ def plan(  # noqa: PLR0913, PLR0917  one parameter an option
     else:
         output.data(plan_job.text(answer))
     return 0 if fits else ENVIRONMENT
+
+
+def _calibrate(reports: list[Path], file: Path, *, as_json: bool) -> int:
+    from rlctl.bench import compare  # numpy
+    from rlctl.plan import calibrate, profile
+    from rlctl.plan.steptime import constants
+
+    seen = [o for report in reports for o in calibrate.observations(compare.load(report), str(report))]
+    refined = calibrate.refine(seen, constants())
+    profile.write(
+        file, refined, gpus=sorted({o.job.gpu.name for o in seen}), reports={str(r): r.read_bytes() for r in reports}
+    )
+    before, after = (calibrate.errors(seen, c) for c in (constants(), refined))
+    rows = [
+        {"what": o.what, "measured_seconds": o.seconds, "error_before": b, "error_after": a}
+        for o, b, a in zip(seen, before, after, strict=True)
+    ]
+    if as_json:
+        output.document({"profile": str(file), "observations": rows, "constants": vars(refined)})
+        return 0
+    output.data(f"{'phase':<32} {'measured':>10} {'shipped':>9} {'refined':>9}")
+    for o, b, a in zip(seen, before, after, strict=True):
+        output.data(f"{o.what:<32} {o.seconds:>8.3f} s {b:>+9.0%} {a:>+9.0%}")
+    output.note(f"profile  {file}; put it to use with RLCTL_PLAN_PROFILE={file}")
+    return 0
 
 
 def _rows(file: Path, as_json: bool) -> int:

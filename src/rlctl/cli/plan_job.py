@@ -13,12 +13,12 @@ from rlctl.cli import job
 from rlctl.config import Recipe
 from rlctl.errors import RlctlError
 from rlctl.models import resolve
-from rlctl.plan import interval
+from rlctl.plan import interval, profile
 from rlctl.plan.hardware import gpu as gpu_of
 from rlctl.plan.memory import UNMODELLED_BYTES, Backend
 from rlctl.plan.predict import PARTS, Choice, Prediction, Question, job_of, predict
+from rlctl.plan.profile import constants
 from rlctl.plan.search import Found, search
-from rlctl.plan.steptime import constants
 from rlctl.recipe import auto, compose, find
 
 NODE = 8  # GPUs, where the accelerator's vendor builds servers of so many
@@ -57,6 +57,7 @@ def answer(request: Request) -> dict[str, Any]:
         "model": {"name": recipe.policy.model_name, "parameters": resolve.num_parameters(config)},
         "gpus": request.gpus,
         "gpu": question.gpu.name,
+        "profile": str(profile.path()) if profile.path() else None,
         "assumed": {
             "sequences": question.sequences, "prompts": question.prompts, "updates": question.updates,
             "prompt_tokens": question.lengths.prompt, "response_tokens": question.lengths.response,
@@ -201,6 +202,8 @@ def text(answer: dict[str, Any]) -> str:
         f"{assumed['prompt_tokens']} "
         f"tokens, responses of {assumed['response_tokens']} on average, at most {assumed['response_limit']}",
     ]
+    if answer["profile"] is not None:
+        lines.append(f"constants of the profile {answer['profile']}")
     if answer["given"] is not None:
         lines += ["", "layout of the recipe", *_details(answer["given"])]
     else:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlctl.cli import plan_job
-from rlctl.plan import interval, published
+from rlctl.plan import interval, profile, published
 from rlctl.plan.memory import Backend
 from rlctl.plan.predict import Question
+from rlctl.plan.profile import constants
 from rlctl.plan.search import Found, Pins, search
-from rlctl.plan.steptime import constants
 from rlctl.recipe import auto
 from rlctl.recipe.compose import Composed
 
@@ -41,6 +41,7 @@ def answer(request: plan_job.Request, backends: Sequence[Backend]) -> dict[str, 
         "recipe": composed.source.name,
         "gpus": question.gpus,
         "gpu": question.gpu.name,
+        "profile": str(profile.path()) if profile.path() else None,
         "assumed": {
             "sequences": question.sequences, "updates": question.updates, "longest": question.longest,
             "prompt_tokens": question.lengths.prompt, "response_tokens": question.lengths.response,
@@ -110,6 +111,7 @@ def text(found: dict[str, Any]) -> str:
         f"{found['model']} on {found['gpus']} x {found['gpu']}: {found['what']}",
         f"{assumed['sequences']} sequences a step in {assumed['updates']} updates, at most {assumed['longest']} tokens;"
         f" prompts of {assumed['prompt_tokens']}, responses of {assumed['response_tokens']} on average",
+        *([f"constants of the profile {found['profile']}"] if found["profile"] else []),
         "",
         "the best layout of each backend",
     ]

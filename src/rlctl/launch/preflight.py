@@ -10,8 +10,8 @@ from rlctl.algorithms.base import source
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.launch.needs import Needs, breakdown, fits, needs
 from rlctl.plan.hardware import gpu as gpu_of
+from rlctl.plan.profile import constants
 from rlctl.plan.search import Pins, search
-from rlctl.plan.steptime import constants
 from rlctl.recipe import auto
 from rlctl.recipe.derive import Resolved
 

@@ -17,9 +17,9 @@ from rlctl.plan import hardware as gpus
 from rlctl.plan.hardware import Gpu
 from rlctl.plan.memory import Backend
 from rlctl.plan.predict import Prediction, Question
+from rlctl.plan.profile import constants
 from rlctl.plan.rl import Lengths
 from rlctl.plan.search import Found, Pins, search
-from rlctl.plan.steptime import constants
 from rlctl.recipe.compose import Composed
 
 PAD_UNIT = 128  # the largest that a searched layout pads to: 2 * cp 8 * tp 8
