@@ -27,7 +27,8 @@ from rlctl.envs.render import Renderer
 from rlctl.errors import RlctlError
 from rlctl.lazy import dist
 from rlctl.log import RunLog
-from rlctl.rollout import Colocated, as_line, build_environment
+from rlctl.phase import as_line
+from rlctl.rollout import Colocated, build_environment
 from rlctl.types import Prompt, Rollout
 
 SEED_STEP = 0  # training counts from 1: no training sample shares its seed with a held-out one

@@ -69,7 +69,14 @@ def build(recipe: Recipe, run_dir: Path, log: RunLog) -> Run:
         log.doing(f"building the engine, {recipe.policy.generation.backend}")
         engine = plugins.load("engine", recipe.policy.generation.backend).Engine(recipe, model_dir)
         log.doing("reading the prompts")
-        rollouts = Colocated(recipe, environment, engine, Renderer(tokenizer), progress=log.progress)
+        rollouts = Colocated(
+            recipe,
+            environment,
+            engine,
+            Renderer(tokenizer),
+            refill=algorithms.refill(algorithm),
+            progress=log.progress,
+        )
     log.say(f"{recipe.algorithm} on {recipe.policy.model_name}: {backend} backend, {policy.layout}")
     log.say(_data_line(rollouts))
     return Run(

@@ -61,6 +61,8 @@ def restore(run: Run) -> Progress:
         if done.step < run.rollouts.num_steps:
             shutil.rmtree(run.run_dir / "hf", ignore_errors=True)  # of an earlier end, if it had fewer steps to do
     if isinstance(run.rollouts, Colocated):
+        if checkpoint is not None:
+            run.rollouts.queue.position = trainer["queue"]
         run.rollouts.publish(run.policy.weights(), version=done.step)
     device.set_rng_state(random_state)
     return done
@@ -78,6 +80,7 @@ def save(run: Run, done: Progress) -> None:
         "updates": run.policy.num_updates,
         "epoch_steps": run.rollouts.order.num_steps(recipe.grpo.max_num_epochs),
         "first_reward": done.first_reward,
+        "queue": run.rollouts.queue.position if isinstance(run.rollouts, Colocated) else None,
         "identity": run.identity,
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
     }

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import logging
-import os
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlctl import config, plugins
+from rlctl.algorithms.base import Refill
 from rlctl.data import prompts as own_prompts
 from rlctl.envs.base import EnvironmentProtocol, Split
 from rlctl.envs.render import Renderer
@@ -27,14 +26,8 @@ from rlctl.episodes import Player, Replica, Run
 from rlctl.errors import RlctlError
 from rlctl.generation.base import EngineProtocol, WeightSource
 from rlctl.lazy import dist
-from rlctl.types import (
-    Batch,
-    Message,
-    Prompt,
-    Rollout,
-    batch_from_rollouts,
-    concatenate,
-)
+from rlctl.phase import Phase, chosen, joined, statistics
+from rlctl.types import Batch, Prompt, Rollout, batch_from_rollouts, concatenate
 
 _log = logging.getLogger(__name__)
 _ERROR_CHARACTERS = 300  # of an invalid rollout's error that are gathered
@@ -110,6 +103,7 @@ class Colocated:
         renderer: Renderer,
         *,
         trains: bool = True,
+        refill: Refill | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load the prompts. Collective where an engine spans ranks.
@@ -120,6 +114,7 @@ class Colocated:
             engine: this rank's part of its replica.
             renderer: of the model's tokenizer.
             trains: False: only held-out prompts are asked for, and the training ones are not read.
+            refill: of the algorithm: how groups that teach nothing are replaced.
             progress: told how many of this rank's rollouts of a phase are done, and of how many.
         """
         self._progress = progress
@@ -135,7 +130,10 @@ class Colocated:
         self.first_error: str | None = None
         """Why the last phase's first invalid rollout has no vote."""
         self._replica = Replica(engine.ranks_per_replica)
-        self._last: tuple[Sequence[Prompt], Batch, list[Rollout]] | None = None
+        self._last: Phase | None = None
+        self._refill = refill
+        self.queue = own_prompts.PromptQueue(order=self.order)
+        """Where the data are read, with dynamic sampling; without it the step alone says that."""
 
     def _load(self, split: Split) -> tuple[list[Prompt], int]:
         limit = input_limit(self.recipe)
@@ -164,11 +162,46 @@ class Colocated:
         Raises:
             RlctlError: no rollout has a vote.
         """
-        chosen = [self.prompts[i] for i in self.order.at(step)]
-        batch = self.sample(chosen, samples=self.recipe.grpo.num_generations_per_prompt, step=step)
+        if self._refill is None:
+            batch = self.sample([self.prompts[i] for i in self.order.at(step)], samples=self._group_size, step=step)
+        else:
+            batch = self._until_enough(step, self._refill)
         self.engine.sleep("kv_cache")
         self.engine.sleep("weights")
         return batch
+
+    @property
+    def _group_size(self) -> int:
+        return self.recipe.grpo.num_generations_per_prompt
+
+    def _until_enough(self, step: int, refill: Refill) -> Batch:
+        """Groups that teach, from as many rounds as it takes; after the last round others fill up.
+
+        Groups that teach and are one too many go back to the queue as prompts: rollouts kept for the next step would
+        be another policy's. Metrics are of all rollouts, since those that are kept are no sample of the task.
+        """
+        wanted = self.recipe.grpo.num_prompts_per_step
+        size = math.ceil(wanted * refill.batch_multiplier)
+        drawn: list[Phase] = []
+        positions: list[int] = []
+        taken: Counter[int] = Counter()
+        for _ in range(refill.max_rounds):
+            positions += (new := self.queue.take(size))
+            drawn.append(self._play([self.prompts[i] for i in new], self._group_size, step, taken))
+            everything = joined(drawn)
+            teaching = everything.batch.group[refill.teaches(everything.batch)].unique().tolist()
+            if len(teaching) >= wanted:
+                break
+        others = [group for group in range(len(positions)) if group not in set(teaching)]
+        self.queue.give_back([positions[group] for group in teaching[wanted:]])
+        self._last = chosen(everything, [*teaching, *others][:wanted])
+        self.stats = statistics(everything.batch) | {
+            "rollout/rounds": float(len(drawn)),
+            "rollout/prompts_drawn": float(len(positions)),
+            "rollout/prompts_teaching": float(len(teaching)),
+            "rollout/prompts_filled": float(max(wanted - len(teaching), 0)),
+        }
+        return self._last.batch
 
     def publish(self, source: WeightSource, version: int) -> None:
         """Give the engine the policy's weights after `version` steps. Collective."""
@@ -178,9 +211,15 @@ class Colocated:
 
     def sample(self, prompts: Sequence[Prompt], *, samples: int, step: int) -> Batch:
         """`samples` rollouts of each prompt; group is the prompt's position here. Collective."""
+        self._last = self._play(prompts, samples, step, Counter())
+        self.stats = statistics(self._last.batch)
+        return self._last.batch
+
+    def _play(self, prompts: Sequence[Prompt], samples: int, step: int, taken: Counter[int]) -> Phase:
+        """One phase; `taken` counts by index how often a prompt was sampled in this step, before and after."""
         self.engine.wake("weights")
         self.engine.wake("kv_cache")
-        runs = self._share(prompts, samples)
+        runs = self._share(prompts, samples, taken)
         player = Player(self.recipe, self.engine, self.renderer, self._replica, step)
         rollouts: list[Rollout] = []
         if self._replica.leads:
@@ -195,31 +234,20 @@ class Colocated:
         gathered = _gather((batch_from_rollouts(rollouts), errors, parts))
         _check_parts(set().union(*(p for _, _, p in gathered)))
         batch = concatenate([b for b, _, _ in gathered])
-        self._last = (prompts, batch, rollouts)
         self.first_error = next((e for _, part, _ in gathered for e in part), None)
         self._judge(batch)
-        self.stats = _stats(batch)
-        return batch
+        return Phase(prompts=prompts, batch=batch, own=rollouts)
 
     @property
     def last(self) -> list[Rollout]:
-        """The last phase's rollouts, for a dump. Other replicas' text is decoded again from their tokens."""
+        """The rollouts of the last phase, or of the last step, for a dump."""
         assert self._last is not None
-        prompts, batch, own = self._last
-        mine = {(r.group, r.sample): r for r in own}
-        seen: Counter[int] = Counter()
-        rollouts = []
-        for i, group in enumerate(batch.group.tolist()):
-            key = (group, seen[group])
-            seen[group] += 1
-            rollouts.append(mine[key] if key in mine else self._decoded(batch, i, key, prompts[group]))
-        return rollouts
+        return self._last.rollouts(self.renderer)
 
-    def _share(self, prompts: Sequence[Prompt], samples: int) -> list[Run]:
+    def _share(self, prompts: Sequence[Prompt], samples: int, taken: Counter[int]) -> list[Run]:
         total, replica = len(prompts) * samples, self._replica
         mine = range(replica.index * total // replica.count, (replica.index + 1) * total // replica.count)
-        taken: Counter[int] = Counter()  # a prompt that a step takes twice must not give the same samples twice
-        occurrence = []
+        occurrence = []  # a prompt that a step takes twice must not give the same samples twice
         for prompt in prompts:
             occurrence.append(taken[prompt.index])
             taken[prompt.index] += 1
@@ -249,26 +277,6 @@ class Colocated:
                     (f"did you mean `{near[0]}`? " if near else "") + f"parts: {', '.join(batch.reward_parts)}",
                 )
 
-    def _decoded(self, batch: Batch, i: int, key: tuple[int, int], prompt: Prompt) -> Rollout:
-        rows = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
-        tokens, start = batch.tokens[rows].tolist(), len(self.renderer.prompt(prompt.messages))
-        valid = bool(batch.valid[i])
-        return Rollout(
-            prompt=prompt,
-            group=key[0],
-            sample=key[1],
-            tokens=tuple(tokens),
-            mask=tuple(batch.mask[rows].tolist() if valid else (t >= start for t in range(len(tokens)))),
-            logprobs=tuple(batch.rollout_logprobs[rows].tolist()),
-            version=int(batch.version[rows][-1]),
-            messages=(*prompt.messages, Message(role="assistant", content=self.renderer.decode(tokens[start:]))),
-            reward=float(batch.rewards[i]),
-            reward_parts={name: float(part[i]) for name, part in batch.reward_parts.items()},
-            valid=valid,
-            truncated=bool(batch.truncated[i]),
-            error=None if valid else "see the log of its rank",
-        )
-
 
 def _check_parts(found: set[tuple[str, ...]]) -> None:
     """Every rollout with a vote has the same reward parts: one that is left out would count as 0."""
@@ -287,53 +295,3 @@ def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _stats(batch: Batch) -> dict[str, float]:
-    """What is logged of a phase. Means are over rollouts with a vote."""
-    valid = batch.valid
-    rewards = batch.rewards[valid].double()
-    sampled = batch.sequence_sum(batch.mask.long())[valid].double()
-    parts = {f"rollout/reward/{name}": float(part[valid].mean()) for name, part in batch.reward_parts.items()}
-    return {
-        "rollout/reward": float(rewards.mean()),
-        "rollout/reward_std": float(rewards.std(correction=0)),
-        "rollout/response_length": float(sampled.mean()),
-        "rollout/total_length": float(batch.lengths[valid].double().mean()),
-        "rollout/truncated_share": float(batch.truncated[valid].double().mean()),
-        "rollout/invalid_share": 1.0 - float(valid.double().mean()),
-        "rollout/invalid": float(len(batch) - int(valid.sum())),
-        **(parts if len(parts) > 1 else {}),
-    }
-
-
-def write_rollouts(path: Path, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
-    """Write one JSON line a rollout; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as out:
-        for rollout in rollouts:
-            out.write(as_line(rollout, tokenizer))
-        out.flush()
-        os.fsync(out.fileno())
-    unfinished.replace(path)
-
-
-def as_line(rollout: Rollout, tokenizer: Any) -> str:
-    """A rollout as a JSON line, for people and for `rlctl runs rollouts`."""
-    start = rollout.mask.index(True) if True in rollout.mask else len(rollout.tokens)
-    line = {
-        "group": rollout.group,
-        "sample": rollout.sample,
-        "index": rollout.prompt.index,
-        "prompt": [{"role": m.role, "content": m.content} for m in rollout.prompt.messages],
-        "response": tokenizer.decode(rollout.tokens[start:], skip_special_tokens=True),
-        "reward": rollout.reward if rollout.valid else None,
-        "reward_parts": dict(rollout.reward_parts),
-        "valid": rollout.valid,
-        "truncated": rollout.truncated,
-        "error": rollout.error,
-        "response_tokens": sum(rollout.mask),
-        "version": rollout.version,
-    }
-    return json.dumps(line, ensure_ascii=False) + "\n"

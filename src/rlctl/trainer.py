@@ -20,9 +20,10 @@ from rlctl.config import Recipe, Steps
 from rlctl.errors import CHECK_FAILED, RlctlError
 from rlctl.log import RunLog
 from rlctl.parts import Run, build
+from rlctl.phase import write_rollouts
 from rlctl.policy.schedule import learning_rate
 from rlctl.progress import Progress, restore, save
-from rlctl.rollout import Colocated, write_rollouts
+from rlctl.rollout import Colocated
 from rlctl.supervised import Supervised
 from rlctl.types import Batch
 
@@ -131,6 +132,12 @@ def _warn(run: Run, batch: Batch, step: int) -> None:
     assert batch.advantages is not None
     if run.rollouts.first_error is not None:
         run.log.warn_once("invalid", f"step {step}: a rollout has no vote: {run.rollouts.first_error}")
+    if run.rollouts.stats.get("rollout/prompts_filled"):
+        found, rounds = (int(run.rollouts.stats[f"rollout/{name}"]) for name in ("prompts_teaching", "rounds"))
+        run.log.warn_once(
+            "refill", f"step {step}: {rounds} rounds of generation found {found} prompts whose rewards differ; others "
+            "fill the step: raise grpo.dynamic_sampling_max_gen_batches or grpo.batch_multiplier, or mend the data",
+        )  # fmt: skip
     if not batch.advantages.any():
         run.log.warn_once("signal", f"step {step}: no group has differing rewards, so the step teaches nothing")
 

@@ -4,6 +4,8 @@ import asyncio
 import random
 
 from rlctl import config
+from rlctl.algorithms import ops
+from rlctl.algorithms.base import Refill
 from rlctl.envs.render import Renderer
 from rlctl.models import tiny_tokenizer
 from rlctl.rollout import Colocated
@@ -113,8 +115,8 @@ def renderer():
     return Renderer(tiny_tokenizer.build(288))
 
 
-def collect(made=None, environment=None, engine=None):
-    return Colocated(made or recipe(), environment or Dialogue(), engine or LateEngine(), renderer())
+def collect(made=None, environment=None, engine=None, **options):
+    return Colocated(made or recipe(), environment or Dialogue(), engine or LateEngine(), renderer(), **options)
 
 
 def as_lists(batch):
@@ -129,13 +131,23 @@ def in_processes(cases):
     return [_one_step(*case) for case in cases]
 
 
-def _one_step(ranks_per_replica, prompts, fail):
+def refilled(environment, engine=None, **options):
+    """With dynamic sampling, and prompts of which every second one rewards all alike."""
+    environment.fails = lambda prompt, replies: {"a": 1.0, "b": 0.0} if prompt.index % 2 else None
+    refill = Refill(teaches=lambda b: ops.spread_groups(b.rewards, b.group, b.valid), max_rounds=9, batch_multiplier=1)
+    return collect(recipe(data__shuffle=False), environment, engine, refill=refill, **options)
+
+
+def _one_step(ranks_per_replica, prompts, odd):
     import torch.distributed as dist
 
-    fails = (lambda prompt, replies: RuntimeError("down") if prompt.index % 2 else None) if fail else lambda *a: None
+    fails = (lambda prompt, replies: RuntimeError("down") if prompt.index % 2 else None) if odd else lambda *a: None
     environment = Dialogue(turns=2, fails=fails)
     engine = LateEngine(ranks_per_replica, order=dist.get_rank() // ranks_per_replica)
-    rollouts = collect(recipe(prompts=prompts, samples=1 if prompts == 1 else 2), environment, engine)
+    if odd == "alike":
+        rollouts = refilled(environment, engine)
+    else:
+        rollouts = collect(recipe(prompts=prompts, samples=1 if prompts == 1 else 2), environment, engine)
     batch = rollouts.next(1)
     dump = [(r.group, r.sample, r.tokens, r.reward) for r in rollouts.last]
     return as_lists(batch), dump, rollouts.stats, rollouts.first_error, environment.closed

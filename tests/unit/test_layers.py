@@ -15,8 +15,8 @@ LAYER = {  # a name below rlctl -> its layer; imports go down, never up
     "device": 1, "parallel": 1, "log": 1, "sinks": 1, "console": 1, "plugins": 1,
     "algorithms": 2, "envs": 2, "models": 2, "data": 2,
     "checkpoint": 3, "policy": 3, "generation": 3,
-    "rollout": 4, "episodes": 4, "supervised": 4, "trainer": 4, "checks": 4, "plan": 4, "eval": 4, "export": 4,
-    "restore": 4, "parts": 4, "progress": 4, "estimates": 4, "report": 4, "bench": 4,
+    "rollout": 4, "phase": 4, "episodes": 4, "supervised": 4, "trainer": 4, "checks": 4, "plan": 4, "eval": 4,
+    "export": 4, "restore": 4, "parts": 4, "progress": 4, "estimates": 4, "report": 4, "bench": 4,
     "recipe": 5, "launch": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
 APART = {("policy", "generation"), ("generation", "policy")} | {

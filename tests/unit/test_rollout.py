@@ -11,6 +11,7 @@ from rlctl.envs.base import NoVoteError
 from rlctl.errors import RlctlError
 from rlctl.generation.base import request_seed
 from rlctl.models import tiny_tokenizer
+from rlctl.phase import write_rollouts
 from tests import distributed
 from tests.unit import rollout_cases as cases
 
@@ -164,7 +165,7 @@ def test_a_dump_has_a_line_a_rollout_with_text_reward_and_flags(tmp_path):
     rollouts = cases.collect(cases.recipe(data__shuffle=False), environment)
     batch = rollouts.next(1)
     path = tmp_path / "rollouts" / "step_000001.jsonl"
-    rollout.write_rollouts(path, rollouts.last, rollouts.renderer.tokenizer)
+    write_rollouts(path, rollouts.last, rollouts.renderer.tokenizer)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(x["group"], x["sample"], x["index"]) for x in lines] == [(g, s, g) for g in range(3) for s in range(2)]
     assert lines[0]["prompt"] == [{"role": "user", "content": "number 0"}]
@@ -213,11 +214,12 @@ def on_two_ranks():
     return {name: [results[i] for results in by_rank] for i, name in enumerate(CASES)}
 
 
-CASES = {  # ranks of an engine, prompts, whether odd prompts fail
+CASES = {  # ranks of an engine, prompts, whether odd prompts fail, or reward all samples alike
     "two engines": (1, 3, False),
     "one engine of two ranks": (2, 3, False),
     "an engine without work": (1, 1, False),
     "failures": (1, 6, True),
+    "dynamic sampling": (1, 3, "alike"),
 }
 
 
@@ -238,19 +240,19 @@ print(sorted({"torch", "transformers", "vllm", "megatron"} & set(sys.modules)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["two engines", "one engine of two ranks", "an engine without work"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "failures"])
 def test_the_batch_is_the_same_on_every_rank_and_for_any_replicas(on_two_ranks, case):
-    ranks_per_replica, prompts, _ = CASES[case]
+    ranks_per_replica, prompts, odd = CASES[case]
     made = cases.recipe(prompts=prompts, samples=1 if prompts == 1 else 2)
-    alone = cases.collect(made, cases.Dialogue(turns=2))
+    alone = cases.refilled(cases.Dialogue(turns=2)) if odd else cases.collect(made, cases.Dialogue(turns=2))
     expected = cases.as_lists(alone.next(1))
     results = on_two_ranks[case]
     assert [r[0] for r in results] == [expected] * 2
     assert [r[2] for r in results] == [alone.stats] * 2
     assert results[0][1] == [(r.group, r.sample, r.tokens, r.reward) for r in alone.last]
     played = [r[4] for r in results]
-    assert sum(played) == len(expected["group"])
-    assert bool(played[1]) == (case == "two engines") or case == "an engine without work"
+    assert sum(played) == len(expected["group"]) * alone.stats.get("rollout/rounds", 1)
+    assert bool(played[1]) == (case in ("two engines", "dynamic sampling")) or case == "an engine without work"
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ algorithm, and no others; their defaults live in its file and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlctl import plugins
@@ -22,6 +24,23 @@ GROUP_SIZES: dict[Source, int] = {"conversations": 1, "preferences": 2}
 def source(algorithm: str) -> Source:
     """What an algorithm learns from: rollouts, unless its file says otherwise by `SOURCE`."""
     return getattr(plugins.load("algorithm", algorithm), "SOURCE", "rollouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refill:
+    """Dynamic sampling: groups that teach nothing are dropped, and more prompts are drawn in their place."""
+
+    teaches: Callable[[Batch], torch.Tensor]
+    """Batch -> [B] bool, the same for all of a group."""
+    max_rounds: int
+    """Of generation in a step."""
+    batch_multiplier: float
+    """Prompts of a round, as a multiple of those of a step."""
+
+
+def refill(algorithm: AlgorithmProtocol) -> Refill | None:
+    """How an algorithm wants groups without signal replaced: not at all, unless it says otherwise by `refill`."""
+    return getattr(algorithm, "refill", None)
 
 
 class ConfigProtocol(Protocol):

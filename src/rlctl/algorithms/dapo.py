@@ -2,8 +2,8 @@
 
 Paper: https://arxiv.org/abs/2503.14476. Not for short answers, where nothing is overlong and grpo does the same. As
 in the paper by default: clip 0.2 and 0.28, no KL, mean and deviation of the group, rewards lowered by up to 1 over
-the last fifth of the response limit. Its dynamic sampling, which draws new prompts for groups without spread, is not
-here: such groups give no gradient, and count in the mean.
+the last fifth of the response limit. Its dynamic sampling, which draws new prompts for groups without spread, costs
+generation and is off by default: then such groups give no gradient, and count in the mean.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlctl.algorithms import correction, ops, options
-from rlctl.algorithms.base import Need
+from rlctl.algorithms.base import Need, Refill
 from rlctl.config import Recipe
 from rlctl.errors import RlctlError
 from rlctl.lazy import torch
 from rlctl.types import Batch, Metric, TokenOutputs
 
 BUFFER_PART = 5  # of the response limit: the paper's 4,096 of 20,480 tokens
+SAMPLING = {"dynamic_sampling_max_gen_batches": 10, "batch_multiplier": 1.0}  # as in NeMo RL; the paper has no cap
 
 
 @dataclass(kw_only=True)
@@ -38,6 +39,12 @@ class Advantage:
 
     overlong_filtering: bool = False
     """A response that was cut has no vote: no loss, and no part in its group's statistics."""
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards, before shaping, are all equal, and draw more prompts in their place."""
+    dynamic_sampling_max_gen_batches: int | None = None
+    """Rounds of generation in a step; what is missing after them is filled with groups without spread; derived: 10."""
+    batch_multiplier: float | None = None
+    """Prompts of a round, as a multiple of num_prompts_per_step; derived: 1."""
     reward_shaping: Shaping = field(default_factory=Shaping)
 
 
@@ -64,6 +71,7 @@ class Config:
         options.compares_samples(recipe)
         options.clip_range(self.loss_fn.ratio_clip_min, self.loss_fn.ratio_clip_max)
         correction.complete(self.loss_fn)
+        self._complete_sampling()
         shaping = self.grpo.reward_shaping
         if shaping.max_response_length is None:
             shaping.max_response_length = recipe.policy.generation.max_new_tokens
@@ -78,6 +86,22 @@ class Config:
                 f"set it to 0 ... {shaping.max_response_length}",
             )
 
+    def _complete_sampling(self) -> None:
+        chosen = self.grpo
+        for name, default in SAMPLING.items():
+            value = getattr(chosen, name)
+            if not chosen.use_dynamic_sampling:
+                if value is not None:
+                    raise RlctlError(
+                        f"`grpo.{name}` has no effect without dynamic sampling",
+                        "leave it out, or set grpo.use_dynamic_sampling=true",
+                    )
+                continue
+            if value is None:
+                setattr(chosen, name, default)
+            elif value < 1:
+                raise RlctlError(f"`grpo.{name}` is {value:g}, it must be 1 or more", f"the default is {default:g}")
+
 
 class Algorithm:
     """See algorithms/base.py."""
@@ -87,6 +111,20 @@ class Algorithm:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        chosen = config.grpo
+        self.refill: Refill | None = None
+        if chosen.use_dynamic_sampling:
+            assert chosen.dynamic_sampling_max_gen_batches is not None
+            assert chosen.batch_multiplier is not None
+            self.refill = Refill(
+                teaches=self._teaches,
+                max_rounds=chosen.dynamic_sampling_max_gen_batches,
+                batch_multiplier=chosen.batch_multiplier,
+            )
+
+    def _teaches(self, batch: Batch) -> torch.Tensor:
+        """[B]: whether the rewards of a sequence's group differ, among those that count."""
+        return ops.spread_groups(batch.rewards, batch.group, batch.valid & self._kept(batch))
 
     def advantages(self, batch: Batch) -> torch.Tensor:
         """[N]: group advantage of the shaped reward at each token of the mask."""

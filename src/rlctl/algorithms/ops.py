@@ -79,6 +79,21 @@ def group_advantages(
     return out.float()
 
 
+def spread_groups(rewards: torch.Tensor, group: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """[B] bool: whether the valid rewards of a sequence's group differ by more than rounding.
+
+    Args:
+        rewards: [B] f32.
+        group: [B] int64.
+        valid: [B] bool.
+    """
+    out = torch.zeros(len(rewards), dtype=torch.bool)
+    for g in torch.unique(group).tolist():
+        values = rewards[(group == g) & valid].double()
+        out[group == g] = len(values) > 1 and not equal_up_to_rounding(values)
+    return out
+
+
 def equal_up_to_rounding(values: torch.Tensor) -> bool:
     """Whether the spread of [n] numbers is no more than what fp32 leaves of equal ones."""
     return bool(values.max() - values.min() <= ROUNDING * values.abs().max())

@@ -14,7 +14,7 @@ import functools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,8 +183,11 @@ class PromptOrder:
     def at(self, step: int) -> list[int]:
         """Positions in the data set of the step's prompts: [per_step]."""
         assert step >= 1, step
-        start = (step - 1) * self.per_step
-        return [self._permutation(at // self.n)[at % self.n] for at in range(start, start + self.per_step)]
+        return self.between((step - 1) * self.per_step, step * self.per_step)
+
+    def between(self, start: int, end: int) -> list[int]:
+        """Positions in the data set of the prompts that are taken as number `start` (from 0) up to before `end`."""
+        return [self._permutation(at // self.n)[at % self.n] for at in range(start, end)]
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, index) of the step's first prompt."""
@@ -196,6 +199,39 @@ class PromptOrder:
 
     def _permutation(self, epoch: int) -> Sequence[int]:
         return _permutation(self.n, self.seed, epoch) if self.shuffle else range(self.n)
+
+
+@dataclass(kw_only=True)
+class PromptQueue:
+    """Prompts in their order, where the number that a step takes is not known before.
+
+    Example: n=5, no shuffle: take(3) gives 0 1 2; after give_back([2]), take(3) gives 2 3 4.
+    """
+
+    order: PromptOrder
+    taken: int = 0
+    """Prompts that were taken from the order."""
+    returned: list[int] = field(default_factory=list)
+    """Positions that come first when more are taken."""
+
+    def take(self, count: int) -> list[int]:
+        """The next positions in the data set: [count]."""
+        first, self.returned = self.returned[:count], self.returned[count:]
+        start, self.taken = self.taken, self.taken + count - len(first)
+        return first + self.order.between(start, self.taken)
+
+    def give_back(self, positions: Sequence[int]) -> None:
+        """What was taken and not used comes first again."""
+        self.returned = [*positions, *self.returned]
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What a resume needs, for JSON."""
+        return {"taken": self.taken, "returned": self.returned}
+
+    @position.setter
+    def position(self, value: Mapping[str, Any]) -> None:
+        self.taken, self.returned = value["taken"], list(value["returned"])
 
 
 @functools.lru_cache(maxsize=4)

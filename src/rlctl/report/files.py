@@ -104,7 +104,7 @@ def _is_message(value: Any) -> bool:
 
 
 def sample_line(row: Any) -> str | None:
-    """A rollout as rollout.as_line writes it; one with a vote has a reward."""
+    """A rollout as phase.as_line writes it; one with a vote has a reward."""
     if not isinstance(row, dict):
         return "no sample"
     odd = next((key for key, fits in _SAMPLE.items() if key not in row or not fits(row[key])), None)
