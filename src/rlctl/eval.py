@@ -29,8 +29,16 @@ from rlctl.lazy import dist
 from rlctl.log import RunLog
 from rlctl.phase import as_line
 from rlctl.rollout import Colocated, build_environment
-from rlctl.types import Prompt, Rollout
+from rlctl.types import Declared, Prompt, Rollout
 
+METRICS = {
+    "val/<figure>": Declared(
+        meaning="a figure of rollout/ (of train/ for dpo), e.g. val/reward, on held-out data after the step",
+        formula="as there",
+        reduce=None,
+        healthy="val/reward rises with rollout/reward; alone behind: the training prompts are learned by heart",
+    ),
+}
 SEED_STEP = 0  # training counts from 1: no training sample shares its seed with a held-out one
 SAMPLES_FILE, SETTINGS_FILE, RESULTS_FILE = "samples.jsonl", "eval.json", "results.json"
 IDENTITY_FILE = "identity.json"

@@ -17,7 +17,34 @@ from typing import Any, TextIO
 from rlctl import device
 from rlctl.sinks import tensorboard as tensorboard_sink
 from rlctl.sinks.base import Background, SinkProtocol
+from rlctl.types import Declared
 
+METRICS = {
+    "time/step_seconds": Declared(
+        meaning="the whole step: validation and dumps after it, and the checkpoint of the step before, are in it",
+        formula="wall clock since the line before",
+        reduce=None,
+        healthy="near what `rlctl plan` says",
+    ),
+    "time/<phase>_seconds": Declared(
+        meaning="a phase of it: generate, old_logprobs, ref_logprobs, train, weight_sync, validation, save",
+        formula="wall clock; save is that of the step before",
+        reduce=None,
+        healthy="generate is the longest in most runs",
+    ),
+    "perf/tokens_per_second": Declared(
+        meaning="throughput", formula="train/tokens / time/step_seconds", reduce=None, healthy="steady"
+    ),
+    "perf/tokens_per_second_per_rank": Declared(
+        meaning="throughput of a process", formula="the same / processes", reduce=None, healthy="steady"
+    ),
+    "memory/peak_bytes": Declared(
+        meaning="most memory that rank 0 held since it started",
+        formula="of its GPU; on a host without one, of the process",
+        reduce=None,
+        healthy="does not grow after the first steps",
+    ),
+}
 MACHINE_DEPENDENT = ("time/", "perf/", "memory/", "system/")
 EVENT_BYTES = 4000  # below PIPE_BUF (4096 on Linux): a write of so much to a pipe is whole or not at all
 _PROGRESS_SECONDS = 0.2

@@ -15,7 +15,53 @@ from typing import Any
 
 from rlctl.envs.render import Renderer
 from rlctl.lazy import torch
-from rlctl.types import Batch, Message, Prompt, Rollout, concatenate
+from rlctl.types import Batch, Declared, Message, Prompt, Rollout, concatenate
+
+METRICS = {
+    "rollout/reward": Declared(
+        meaning="what the run is for",
+        formula="mean over rollouts with a vote of the weighted sum of reward parts",
+        reduce=None,
+        healthy="rises; judge by val/reward where there is one",
+    ),
+    "rollout/reward/<part>": Declared(
+        meaning="a part of the reward, before its weight; only of rewards with several",
+        formula="mean over rollouts with a vote",
+        reduce=None,
+        healthy="the part that is the task rises too, not only the format's",
+    ),
+    "rollout/reward_std": Declared(
+        meaning="spread of rewards over all rollouts of the step",
+        formula="population deviation",
+        reduce=None,
+        healthy="above 0; near 0 nothing is left to compare",
+    ),
+    "rollout/response_length": Declared(
+        meaning="sampled tokens of a rollout, over all its turns",
+        formula="mean over rollouts with a vote",
+        reduce=None,
+        healthy="steady or slowly rising; runs away towards the limit: see rollout/truncated_share",
+    ),
+    "rollout/total_length": Declared(
+        meaning="all tokens of a rollout: prompt, replies of the environment, sampled ones",
+        formula="mean over rollouts with a vote",
+        reduce=None,
+        healthy="well below policy.max_total_sequence_length",
+    ),
+    "rollout/truncated_share": Declared(
+        meaning="share of rollouts that met the length limit",
+        formula="mean over rollouts with a vote",
+        reduce=None,
+        healthy="below 0.05; above it the limit decides the reward",
+    ),
+    "rollout/invalid_share": Declared(
+        meaning="share of rollouts without a vote: the environment failed, hung or gave no number",
+        formula="1 - rollouts with a vote / all",
+        reduce=None,
+        healthy="0",
+    ),
+    "rollout/invalid": Declared(meaning="their number", formula="count", reduce=None, healthy="0"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,31 @@ from rlctl.errors import RlctlError
 from rlctl.generation.base import EngineProtocol, WeightSource
 from rlctl.lazy import dist
 from rlctl.phase import Phase, chosen, joined, statistics
-from rlctl.types import Batch, Prompt, Rollout, batch_from_rollouts, concatenate
+from rlctl.types import Batch, Declared, Prompt, Rollout, batch_from_rollouts, concatenate
 
+METRICS = {
+    "rollout/rounds": Declared(
+        meaning="rounds of generation in the step; only with dynamic sampling, as the next three",
+        formula="count",
+        reduce=None,
+        healthy="1 to 3; at dynamic_sampling_max_gen_batches the data are too easy or too hard",
+    ),
+    "rollout/prompts_drawn": Declared(
+        meaning="prompts that were sampled for the step", formula="count", reduce=None, healthy="as few as possible"
+    ),
+    "rollout/prompts_teaching": Declared(
+        meaning="those of them whose rewards differ",
+        formula="count",
+        reduce=None,
+        healthy="at least num_prompts_per_step",
+    ),
+    "rollout/prompts_filled": Declared(
+        meaning="prompts without signal that fill the step, since the cap on rounds was met",
+        formula="max(num_prompts_per_step - prompts_teaching, 0)",
+        reduce=None,
+        healthy="0",
+    ),
+}
 _log = logging.getLogger(__name__)
 _ERROR_CHARACTERS = 300  # of an invalid rollout's error that are gathered
 

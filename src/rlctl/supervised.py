@@ -24,8 +24,25 @@ from rlctl.errors import RlctlError
 from rlctl.lazy import dist, torch
 from rlctl.policy.base import PolicyProtocol
 from rlctl.policy.metrics import MetricSums
-from rlctl.types import Batch
+from rlctl.types import Batch, Declared
 
+METRICS = {
+    "data/answer_tokens": Declared(
+        meaning="tokens of the step that are learned", formula="count", reduce=None, healthy="steady"
+    ),
+    "data/sequence_length": Declared(
+        meaning="all tokens of a sequence of the step",
+        formula="mean over sequences",
+        reduce=None,
+        healthy="well below policy.max_total_sequence_length",
+    ),
+    "val/loss": Declared(
+        meaning="sft and dpo: the loss on held-out rows",
+        formula="as train/loss, over all held-out rows",
+        reduce=None,
+        healthy="falls; rises while train/loss falls: the data are learned by heart, stop earlier",
+    ),
+}
 _log = logging.getLogger(__name__)
 Row = list[tuple[list[int], list[bool]]]  # of each sequence: tokens and mask
 

@@ -25,8 +25,19 @@ from rlctl.policy.schedule import learning_rate
 from rlctl.progress import Progress, restore, save
 from rlctl.rollout import Colocated
 from rlctl.supervised import Supervised
-from rlctl.types import Batch
+from rlctl.types import Batch, Declared
 
+METRICS = {
+    "train/lr": Declared(
+        meaning="learning rate of the step", formula="see policy.scheduler", reduce=None, healthy="as planned"
+    ),
+    "train/tokens": Declared(
+        meaning="tokens that the step trained on, prompts included",
+        formula="count",
+        reduce=None,
+        healthy="steady",
+    ),
+}
 MISMATCH_WARNING = 1.05  # of mismatch/token_mult_prob_error; 1 is agreement
 
 

@@ -258,4 +258,20 @@ class Metric:
     reduce: Reduction = "mean"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a logged figure is. A file that logs some has `METRICS`: full name -> Declared; docs/metrics.md shows them.
+
+    In a name `<...>` stands for what the run brings, e.g. `time/<phase>_seconds`.
+    """
+
+    meaning: str
+    formula: str
+    reduce: Reduction | None
+    """Of a `Metric`; None: one figure a step."""
+    over: Literal["tokens", "sequences"] | None = None
+    """What a `Metric` is reduced over: the tokens of the mask, or sequences with a vote."""
+    healthy: str
+
+
 Loss = Callable[[Batch, TokenOutputs], "tuple[torch.Tensor, dict[str, Metric]]"]

@@ -14,6 +14,7 @@ from rlctl.models.resolve import resolve
 from rlctl.types import TokenOutputs
 from tests import distributed
 from tests import supervised_cases as cases
+from tests.declared import undeclared
 from tests.numerics.algorithm_cases import batch
 
 
@@ -73,6 +74,7 @@ def test_dpo_starts_at_ln_2_and_gives_the_losses_of_the_papers_formula(curves, m
 def test_nothing_is_said_of_rollouts_where_there_are_none(curves):
     names = {name for lines in curves.values() for line in lines for name in line}
     assert not [n for n in names if n.startswith(("rollout/", "mismatch/")) or "weight_sync" in n]
+    assert not undeclared(names)
 
 
 def pairs(lengths=(4, 6, 3, 7), **fields):

@@ -29,7 +29,7 @@ from typing import Literal, Protocol
 from rlctl.algorithms import ops
 from rlctl.errors import RlctlError
 from rlctl.lazy import torch
-from rlctl.types import Batch, Metric
+from rlctl.types import Batch, Declared, Metric
 
 Preset = Literal["off", "observe", "token_tis", "seq_tis", "icepop", "seq_mask", "geo_mask"]
 
@@ -60,6 +60,51 @@ RULES: dict[str, Rule] = {
     "icepop": Rule(level="token", action="mask", low=0.5, high=5.0),
     "seq_mask": Rule(level="product", action="mask", low=None, high=2.0),
     "geo_mask": Rule(level="mean", action="mask", low=0.999, high=1.001),
+}
+
+METRICS = {
+    "mismatch/kl_rollout_old": Declared(
+        meaning="divergence of the trainer's probabilities from the engine's",
+        formula="w - 1 - log w with w = old / rollout",
+        reduce="mean",
+        over="tokens",
+        healthy="below 1e-6 in float32, below 1e-3 in bfloat16",
+    ),
+    "mismatch/kl_old_rollout": Declared(
+        meaning="the same in the other direction; much larger than it: the engine misses what the trainer finds likely",
+        formula="w log w - w + 1",
+        reduce="mean",
+        over="tokens",
+        healthy="near mismatch/kl_rollout_old",
+    ),
+    "mismatch/ratio_mean": Declared(
+        meaning="whether engine and trainer agree on average; 1 in expectation whatever the mismatch",
+        formula="w",
+        reduce="mean",
+        over="tokens",
+        healthy="within 0.01 of 1; else the tokens are not drawn from what the engine reports",
+    ),
+    "mismatch/ratio_max": Declared(
+        meaning="the token on which they disagree most",
+        formula="w",
+        reduce="max",
+        over="tokens",
+        healthy="below 2; far above it the engine samples tokens that the trainer holds likely far too rarely",
+    ),
+    "mismatch/effective_sample_share": Declared(
+        meaning="share of samples that would count as much if all weighed alike",
+        formula="(sum of w)^2 / (n sum of w^2), w being the ratio that loss_fn.correction judges",
+        reduce="effective_share",
+        over="tokens",
+        healthy="above 0.9; seq_tis and seq_mask: per sequence, above 0.5",
+    ),
+    "mismatch/out_of_bounds_share": Declared(
+        meaning="how often the judged ratio is outside correction_min ... correction_max",
+        formula="[w < correction_min or w > correction_max]",
+        reduce="mean",
+        over="tokens",
+        healthy="below 0.01; of geo_mask, whose bounds are narrow, below 0.5",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from rlctl.algorithms import ops, options
 from rlctl.algorithms.base import Need, Source
 from rlctl.config import Recipe
 from rlctl.lazy import torch
-from rlctl.types import Batch, Metric, TokenOutputs
+from rlctl.types import Batch, Declared, Metric, TokenOutputs
 
 SOURCE: Source = "preferences"
 
@@ -104,3 +104,49 @@ def _of_pair(batch: Batch, per_sequence: torch.Tensor) -> torch.Tensor:
     """[B] -> [B]: the sum over a sequence's group."""
     _, place = torch.unique(batch.group, return_inverse=True)
     return torch.zeros(len(batch), dtype=per_sequence.dtype).index_add_(0, place, per_sequence)[place]
+
+
+METRICS = {
+    "train/preference_loss": Declared(
+        meaning="the preference part of the loss",
+        formula="-log sigmoid(margin)",
+        reduce="mean",
+        over="sequences",
+        healthy="0.693 (ln 2) at the first step, then falls",
+    ),
+    "train/preference_accuracy": Declared(
+        meaning="share of pairs in which the chosen answer gained more than the rejected one",
+        formula="[margin > 0]",
+        reduce="mean",
+        over="sequences",
+        healthy="0 at the first step, where margins are 0; then 0.6 to 0.9; 1 at once: data too easy or repeated",
+    ),
+    "train/preference_margin": Declared(
+        meaning="by how much the chosen answer gained more",
+        formula="reference_policy_kl_penalty (log(pi / ref) of chosen - of rejected)",
+        reduce="mean",
+        over="sequences",
+        healthy="grows from 0",
+    ),
+    "train/logratio_chosen": Declared(
+        meaning="how much likelier the chosen answer became",
+        formula="log(pi / ref), summed over its tokens, or their mean with preference_average_log_probs",
+        reduce="mean",
+        over="sequences",
+        healthy="near 0 or above; a long fall: the policy unlearns good answers too, see sft_loss_weight",
+    ),
+    "train/logratio_rejected": Declared(
+        meaning="how much likelier the rejected answer became",
+        formula="log(pi / ref), as above",
+        reduce="mean",
+        over="sequences",
+        healthy="falls, faster than logratio_chosen",
+    ),
+    "train/sft_loss": Declared(
+        meaning="cross-entropy of the chosen answers; only with sft_loss_weight",
+        formula="-log pi of the chosen answer, as loss_fn says",
+        reduce="mean",
+        over="sequences",
+        healthy="falls or stays",
+    ),
+}

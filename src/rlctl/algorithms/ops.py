@@ -6,9 +6,32 @@ Every mean's denominator is decided here, over the whole (mini)batch, before any
 from __future__ import annotations
 
 from rlctl.lazy import torch
-from rlctl.types import Batch, Metric, TokenOutputs
+from rlctl.types import Batch, Declared, Metric, TokenOutputs
 
 ROUNDING = 1e-6  # of the largest reward: a spread below it is what fp32 leaves of equal sums, not a difference
+METRICS = {
+    "train/ratio": Declared(
+        meaning="how far the policy is from the one that the update began with",
+        formula="pi / pi_old of each token; gspo: the geometric mean over its sequence",
+        reduce="mean",
+        over="tokens",
+        healthy="1 with one update a step; with several within 0.01 of 1",
+    ),
+    "train/clipped_share": Declared(
+        meaning="share of tokens whose ratio is outside the clip range, whichever side their advantage pulls to",
+        formula="[ratio < 1 - ratio_clip_min or ratio > 1 + ratio_clip_max]",
+        reduce="mean",
+        over="tokens",
+        healthy="0 with one update a step; with several below 0.05, for gspo up to 0.3",
+    ),
+    "train/kl": Declared(
+        meaning="distance to the reference policy; only with a KL penalty in the loss",
+        formula="k3: exp(d) - 1 - d with d = log(ref / pi)",
+        reduce="mean",
+        over="tokens",
+        healthy="rises slowly; below 0.1 for most tasks; a jump is a collapse or a bug",
+    ),
+}
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far beyond any clip, and squares and products of a few still fit fp32
 
 

@@ -15,8 +15,16 @@ import torch
 
 from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.parallel import Layout
-from rlctl.types import Batch, TokenOutputs
+from rlctl.types import Batch, Declared, TokenOutputs
 
+METRICS = {
+    "train/grad_norm": Declared(
+        meaning="length of the gradient before clipping; of several updates the mean",
+        formula="square root of the sum of squares over all parameters",
+        reduce=None,
+        healthy="steady within a factor of 3; 0: the step teaches nothing; spikes come before trouble",
+    ),
+}
 Offloadable = Literal["optimizer", "weights", "all"]
 
 

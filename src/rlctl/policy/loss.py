@@ -8,7 +8,38 @@ from rlctl.algorithms.base import AlgorithmProtocol
 from rlctl.policy.logprobs import scatter_to_stream
 from rlctl.policy.metrics import MetricSums
 from rlctl.policy.packing import Microbatch
-from rlctl.types import Metric, TokenOutputs
+from rlctl.types import Declared, Metric, TokenOutputs
+
+METRICS = {
+    "train/loss": Declared(
+        meaning="what is differentiated; in RL no measure of progress",
+        formula="sum of loss_weights * token_loss (docs/algorithms.md)",
+        reduce="sum",
+        over="tokens",
+        healthy="sft and dpo: falls; RL: near 0, of either sign",
+    ),
+    "train/entropy": Declared(
+        meaning="how undecided the policy is, over the whole vocabulary",
+        formula="-sum over v of pi(v) log pi(v), in nats",
+        reduce="mean",
+        over="tokens",
+        healthy="falls slowly; near 0 the policy stops exploring; a rise with falling reward is a collapse",
+    ),
+    "mismatch/token_mult_prob_error": Declared(
+        meaning="by what factor engine and trainer differ on a token, on average, on unchanged weights",
+        formula="exp|log(pi / rollout)|",
+        reduce="mean",
+        over="tokens",
+        healthy="below 1.0001 in float32, below 1.02 in bfloat16; above 1.05 the run warns",
+    ),
+    "mismatch/max_logprob_error": Declared(
+        meaning="the token on which they differ most",
+        formula="|log(pi / rollout)|",
+        reduce="max",
+        over="tokens",
+        healthy="below 1e-3 in float32, below 1 in bfloat16",
+    ),
+}
 
 
 def weighted_loss(

@@ -16,8 +16,22 @@ from dataclasses import dataclass
 from rlctl.config import PolicySection
 from rlctl.errors import ENVIRONMENT, RlctlError
 from rlctl.lazy import torch
-from rlctl.types import Batch
+from rlctl.types import Batch, Declared
 
+METRICS = {
+    "packing/microbatches": Declared(
+        meaning="forward and backward passes of the last update on each data-parallel rank",
+        formula="count",
+        reduce=None,
+        healthy="few: raise train_mb_tokens while memory lasts",
+    ),
+    "packing/efficiency": Declared(
+        meaning="how full they are; only with sequence packing",
+        formula="tokens / (train_mb_tokens * microbatches of all ranks)",
+        reduce=None,
+        healthy="above 0.8; below: a larger budget, or one that the step's tokens divide into",
+    ),
+}
 QUADRATIC_AT = 16_384  # tokens at which attention costs as much as all else: about 4 to 6 times the hidden size
 
 
