@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,23 @@ from unittest.mock import patch
 
 import torch
 
-from rlctl import checks, device, parts, progress, trainer
+from rlctl import device, parts, progress, trainer
+from rlctl.checks import probes, startup
+from rlctl.checks.base import snapshot
 from rlctl.errors import RlctlError
 from rlctl.log import RunLog
 from rlctl.recipe.compose import compose
 from rlctl.recipe.derive import derive
 
 
-def build(folder: Path, backend: str, *overrides: str) -> parts.Run:
+def build(folder: Path, backend: str, *overrides: str, algorithm: str = "grpo") -> parts.Run:
     settings = [
         "cluster.procs=1",
         "checkpointing.enabled=false",
         f"policy.megatron_cfg.enabled={backend == 'megatron'}",
     ]
-    recipe = derive(compose("grpo", "smoke-tiny", [*settings, *overrides]), device.probe()).recipe
+    name = "smoke-tiny" if algorithm == "grpo" else f"smoke-{algorithm}"
+    recipe = derive(compose(algorithm, name, [*settings, *overrides]), device.probe()).recipe
     log = RunLog(folder, writes=True, tensorboard=False, console=None)
     return parts.build(recipe, folder, log)
 
@@ -81,7 +84,7 @@ def head_stays_behind(run: parts.Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_samples_at_another_temperature(run: parts.Run) -> Iterator[None]:
-    with patch.object(checks, "Sampling", lambda **options: trainer_sampling(**(options | {"temperature": 0.7}))):
+    with patch.object(probes, "Sampling", lambda **options: trainer_sampling(**(options | {"temperature": 0.7}))):
         yield
 
 
@@ -142,6 +145,58 @@ def tokenizer_of_a_larger_vocabulary(run: parts.Run) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def labels_one_ahead(run: parts.Run) -> Iterator[None]:
+    real = run.policy.forward
+
+    def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        behind_first = torch.ones_like(batch.mask).index_fill(0, batch.offsets[:-1], False)
+        out = real(batch.replace(mask=behind_first), *args, **kwargs)
+        return replace(out, logprobs=out.logprobs.roll(-1) * batch.mask)
+
+    with patch.object(run.policy, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def reference_of_other_weights(run: parts.Run) -> Iterator[None]:
+    real = run.policy.forward
+
+    def forward(batch: Any, *, weights: str = "policy", **kwargs: Any) -> Any:
+        out = real(batch, weights=weights, **kwargs)
+        return replace(out, logprobs=out.logprobs * 1.01) if weights == "reference" else out
+
+    with patch.object(run.policy, "forward", forward):
+        yield
+
+
+def _with_rows(run: parts.Run, change: Any) -> Any:
+    return patch.object(run.rollouts, "rows", [[change(*sequence) for sequence in row] for row in run.rollouts.rows])
+
+
+@contextlib.contextmanager
+def rows_begin_twice(run: parts.Run) -> Iterator[None]:
+    begin = run.rollouts.renderer.tokenizer.bos_token_id
+    with _with_rows(run, lambda tokens, mask: ([begin, begin, *tokens], [False, False, *mask])):
+        yield
+
+
+@contextlib.contextmanager
+def answers_end_outside_the_mask(run: parts.Run) -> Iterator[None]:
+    def cut(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        last = max(i for i, counts in enumerate(mask) if counts)
+        return tokens, [counts and i < last for i, counts in enumerate(mask)]
+
+    with _with_rows(run, cut):
+        yield
+
+
+@contextlib.contextmanager
+def answers_are_not_learned(run: parts.Run) -> Iterator[None]:
+    with _with_rows(run, lambda tokens, mask: (tokens, [False] * len(mask))):
+        yield
+
+
 FAULTS = {
     "ratio": [mask_shifted_by_one, engine_samples_at_another_temperature],
     "packing": [attention_leaks],
@@ -151,24 +206,62 @@ FAULTS = {
     "split": [gradient_grows_with_microbatches],
     "identity": [tokenizer_of_a_larger_vocabulary],
 }
+DATA_FAULTS = {  # of dpo, which has a reference
+    "identity": [tokenizer_of_a_larger_vocabulary],
+    "rows": [rows_begin_twice, answers_end_outside_the_mask, answers_are_not_learned],
+    "packing": [attention_leaks],
+    "alignment": [mask_shifted_by_one, labels_one_ahead],
+    "reference": [reference_of_other_weights],
+    "split": [gradient_grows_with_microbatches],
+}
 
 
-def outcomes(folder: Path, backend: str) -> dict[str, str]:
-    """Fault -> the check that told it; `sound` -> what the sound run says."""
-    run = build(folder, backend)
-    progress.restore(run)
-    found = {"sound": _checked(run)}
-    for faults in FAULTS.values():
-        for fault in faults:
-            with fault(run):
-                found[fault.__name__] = _checked(run)
-            progress.restore(run)
-    return found | {"sound again": _checked(run)}
+def outcomes(folder: Path, backend: str) -> dict[str, dict[str, str]]:
+    """By algorithm: fault -> the check that told it; `sound` -> what the sound run says."""
+    found = {}
+    for algorithm, table in (("grpo", FAULTS), ("dpo", DATA_FAULTS)):
+        (folder / algorithm).mkdir()
+        run = build(folder / algorithm, backend, algorithm=algorithm)
+        progress.restore(run)
+        told = {"sound": _checked(run)}
+        for faults in table.values():
+            for fault in faults:
+                with fault(run):
+                    told[fault.__name__] = _checked(run)
+                progress.restore(run)
+        found[algorithm] = told | {"sound again": _checked(run)}
+        if algorithm == "grpo":
+            found["later"] = _later(run)
+    return found
+
+
+def _later(run: parts.Run) -> dict[str, str]:
+    """The weight-sync probe after an update: of a sound run, of a head that stays behind, without a new sync."""
+    found = {}
+    for name in ("sound", "head", "nothing"):
+        with head_stays_behind(run) if name == "head" else contextlib.nullcontext():
+            _one_update(run)
+            if name != "nothing":
+                run.rollouts.publish(run.policy.weights(), version=1)
+            found[name] = _told(lambda: startup.sync(trainer._subject(run, 1), step=1))
+    return found
+
+
+def _one_update(run: parts.Run) -> None:
+    batch = probes.sampled(trainer._subject(run, 0))
+    batch = batch.replace(ref_logprobs=torch.zeros(len(batch.tokens)))
+    batch = batch.replace(advantages=run.algorithm.advantages(batch), loss_weights=run.algorithm.loss_weights(batch))
+    run.policy.set_lr(1e-3)
+    run.policy.train_step(batch, run.algorithm)
 
 
 def _checked(run: parts.Run) -> str:
+    return _told(lambda: trainer.check(run, progress.Progress()))
+
+
+def _told(check: Callable[[], None]) -> str:
     try:
-        trainer.check(run, progress.Progress())
+        check()
     except RlctlError as error:
         return f"{error.exit_status} {error.message}"
     return "passed"
@@ -178,32 +271,18 @@ def unchanged(folder: Path, backend: str) -> dict[str, bool]:
     """What checks leave as it was."""
     run = build(folder, backend, "loss_fn.reference_policy_kl_penalty=0.1")
     progress.restore(run)
-    for _ in range(2):  # without and with an optimizer's state
-        before, random_before = checks._snapshot(run.policy.state().local), torch.get_rng_state()
-        trainer.check(run, progress.Progress())
+    for step in range(2):  # without and with an optimizer's state
+        before, random_before = snapshot(run.policy.state().local), torch.get_rng_state()
+        trainer.check(run, progress.Progress(step=step))
         same = {
             "state": _equal(before, run.policy.state().local),
             "random": torch.equal(random_before, torch.get_rng_state()),
         }
         if not all(same.values()):
             return same
-        batch = checks.probe(_subject(run))
-        batch = batch.replace(ref_logprobs=torch.zeros(len(batch.tokens)))
-        batch = batch.replace(
-            advantages=run.algorithm.advantages(batch), loss_weights=run.algorithm.loss_weights(batch)
-        )
-        run.policy.set_lr(1e-3)
-        run.policy.train_step(batch, run.algorithm)
+        _one_update(run)
         progress.restore(run)
     return same
-
-
-def _subject(run: parts.Run) -> checks.Subject:
-    return checks.Subject(
-        recipe=run.recipe, policy=run.policy, algorithm=run.algorithm, engine=run.engine,
-        environment=run.rollouts.environment, renderer=run.rollouts.renderer, prompts=run.rollouts.prompts,
-        publish=lambda: None,
-    )  # fmt: skip
 
 
 def _equal(one: Any, other: Any) -> bool:

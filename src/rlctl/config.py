@@ -202,11 +202,14 @@ class Checkpointing:
 
 @dataclass(kw_only=True)
 class Checks:
-    """Start-up self-checks (checks.py)."""
+    """Self-checks (checks/), at the start and later."""
 
     enabled: bool = True
     stop_above_mismatch: float | None = None
     """The run ends, with exit status 4, where `mismatch/token_mult_prob_error` of a step is above it, e.g. 1.5."""
+    sync_probe_period: int = 0
+    """Steps between probes of whether the engine has the policy's weights, on a few samples; 0 = none after the start.
+    Every step's own samples tell it too, in `mismatch/`, without a limit."""
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ METRICS = {
         healthy="near what `rlctl plan` says",
     ),
     "time/<phase>_seconds": Declared(
-        meaning="a phase of it: generate, old_logprobs, ref_logprobs, train, weight_sync, validation, save",
+        meaning="a phase of it: generate, old_logprobs, ref_logprobs, train, weight_sync, sync_probe, validation, save",
         formula="wall clock; save is that of the step before",
         reduce=None,
         healthy="generate is the longest in most runs",

@@ -69,7 +69,7 @@ class Supervised:
 
     def __init__(self, recipe: config.Recipe, renderer: Renderer) -> None:
         """Read and render the training rows."""
-        self.recipe, self._renderer = recipe, renderer
+        self.recipe, self.renderer = recipe, renderer
         self._last_only = base.source(recipe.algorithm) == "preferences"
         self.rows, self.dropped = self._load("train_path")
         steps = recipe.grpo
@@ -82,7 +82,7 @@ class Supervised:
     def _load(self, key: Literal["train_path", "val_path"]) -> tuple[list[Row], int]:
         limit = self.recipe.policy.max_total_sequence_length
         rendered = [
-            [self._renderer.conversation(c, last_only=self._last_only) for c in example.conversations]
+            [self.renderer.conversation(c, last_only=self._last_only) for c in example.conversations]
             for example in load(self.recipe, key)
         ]
         kept = [row for row in rendered if all(len(tokens) <= limit for tokens, _ in row)]

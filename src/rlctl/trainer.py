@@ -8,14 +8,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rlctl import checks, device, export
+from rlctl import device, export
 from rlctl import eval as evaluation
+from rlctl.checks import startup
+from rlctl.checks.base import Sampler, Subject
 from rlctl.config import Recipe, Steps
 from rlctl.errors import CHECK_FAILED, RlctlError
 from rlctl.log import RunLog
@@ -24,7 +26,7 @@ from rlctl.phase import write_rollouts
 from rlctl.policy.schedule import learning_rate
 from rlctl.progress import Progress, restore, save
 from rlctl.rollout import Colocated
-from rlctl.supervised import Supervised
+from rlctl.supervised import Row, Supervised
 from rlctl.types import Batch, Declared
 
 METRICS = {
@@ -101,23 +103,33 @@ def check(run: Run, done: Progress) -> None:
     Raises:
         RlctlError: one failed.
     """
-    rollouts, engine = run.rollouts, run.engine
-    if isinstance(rollouts, Supervised) or engine is None:
-        return  # the probe is a rollout
     began = time.monotonic()
-    subject = checks.Subject(
+    with run.log.phase("checks"):
+        results = startup.run(_subject(run, done.step), run.run_dir)
+    run.log.say(f"checks: {len(results)} passed in {time.monotonic() - began:.1f} s")
+
+
+def _subject(run: Run, step: int) -> Subject:
+    """What is checked after `step` steps."""
+    rollouts = run.rollouts
+    if isinstance(rollouts, Supervised):
+        source: Sampler | Sequence[Row] = rollouts.rows
+    else:
+        assert run.engine is not None
+        source = Sampler(
+            engine=run.engine,
+            environment=rollouts.environment,
+            prompts=rollouts.prompts,
+            publish=lambda: rollouts.publish(run.policy.weights(), version=step),
+        )
+    return Subject(
         recipe=run.recipe,
         policy=run.policy,
         algorithm=run.algorithm,
-        engine=engine,
-        environment=rollouts.environment,
         renderer=rollouts.renderer,
-        prompts=rollouts.prompts,
-        publish=lambda: rollouts.publish(run.policy.weights(), version=done.step),
+        source=source,
+        fresh=step == 0,
     )
-    with run.log.phase("checks"):
-        results = checks.run(subject, run.run_dir)
-    run.log.say(f"checks: {len(results)} passed in {time.monotonic() - began:.1f} s")
 
 
 def _end_early(run: Run, done: Progress) -> None:
@@ -232,6 +244,9 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             policy.offload("optimizer")
             run.rollouts.publish(policy.weights(), version=step)
             policy.onload("optimizer")
+        if recipe.checks.sync_probe_period and step % recipe.checks.sync_probe_period == 0:
+            with log.phase("sync_probe"):
+                startup.sync(_subject(run, step), step=step)
     metrics = _metrics(results, sampled=isinstance(run.rollouts, Colocated)) | run.rollouts.stats
     packing = {f"packing/{name}": value for name, value in policy.packing.items()}
     return metrics | packing | {"train/lr": rate, "train/tokens": float(len(batch.tokens))}

@@ -160,7 +160,7 @@ def test_long_rows_are_dropped_pairs_stay_together_and_a_step_is_what_the_order_
     source = Supervised(recipe, renderer())
     assert source.dropped == 1
     batch = source.next(2)  # rows 3 and 4; row 1 is gone
-    text = "".join(source._renderer.decode([int(t)]) for t in batch.tokens[batch.mask])
+    text = "".join(source.renderer.decode([int(t)]) for t in batch.tokens[batch.mask])
     assert text == "3xx4xx"
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert source.num_steps == 20  # ten epochs of two steps

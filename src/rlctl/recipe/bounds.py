@@ -23,6 +23,7 @@ BOUNDS: dict[str, tuple[float, float]] = {  # key -> lowest, highest
     "policy.generation.temperature": (1e-6, math.inf),
     "grpo.seed": (0, 2**63 - 1),
     "grpo.val_period": (0, math.inf),
+    "checks.sync_probe_period": (0, math.inf),
     "checks.stop_above_mismatch": (1, math.inf),
     "logger.rollouts_period": (0, math.inf),
     "env.reward_timeout_seconds": (1e-3, math.inf),

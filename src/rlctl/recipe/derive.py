@@ -394,7 +394,8 @@ def _unused_by_source(algorithm: str) -> dict[str, str]:
             "grpo.num_generations_per_prompt",
             "grpo.num_val_generations_per_prompt",
             "logger.rollouts_period",
-            "checks.",
+            "checks.stop_above_mismatch",
+            "checks.sync_probe_period",
         )
         unused |= dict.fromkeys(generated, f"`{algorithm}` generates nothing")
     return unused
