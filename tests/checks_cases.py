@@ -216,7 +216,7 @@ DATA_FAULTS = {  # of dpo, which has a reference
 }
 
 
-def outcomes(folder: Path, backend: str) -> dict[str, dict[str, str]]:
+def outcomes(folder: Path, backend: str) -> dict[str, dict[str, Any]]:
     """By algorithm: fault -> the check that told it; `sound` -> what the sound run says."""
     found = {}
     for algorithm, table in (("grpo", FAULTS), ("dpo", DATA_FAULTS)):
@@ -232,7 +232,8 @@ def outcomes(folder: Path, backend: str) -> dict[str, dict[str, str]]:
         found[algorithm] = told | {"sound again": _checked(run)}
         if algorithm == "grpo":
             found["later"] = _later(run)
-    return found
+    (folder / "unchanged").mkdir()
+    return found | {"unchanged": unchanged(folder / "unchanged", backend)}
 
 
 def _later(run: parts.Run) -> dict[str, str]:

@@ -63,5 +63,5 @@ def test_the_results_are_in_the_run_directory(algorithm, names, outcomes):
     assert all(r["ok"] and r["expected"] and r["found"] and r["seconds"] >= 0 for r in results)
 
 
-def test_checks_change_neither_weights_nor_optimizer_nor_random_numbers(backend, tmp_path):
-    assert distributed.run("tests.checks_cases:unchanged", 1, tmp_path, backend)[0] == {"state": True, "random": True}
+def test_checks_change_neither_weights_nor_optimizer_nor_random_numbers(outcomes):
+    assert outcomes[0]["unchanged"] == {"state": True, "random": True}
