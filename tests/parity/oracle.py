@@ -5,6 +5,7 @@ What every backend must agree with. The algorithm's token loss is taken as given
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,17 @@ def backward(model: Any, batch: Batch, algorithm: Any, *, temperature: float) ->
     model.zero_grad(set_to_none=True)
     loss = scale = 0.0
     outs = []
-    for i in range(len(batch)):
-        one = batch.select(torch.tensor([i]))
-        out = sequence_outputs(model, one, temperature=temperature)
-        token_loss, _ = algorithm.loss(one, out)
-        weighted = one.loss_weights * token_loss
+    together = batch.group.tolist() if algorithm.unit == "group" else range(len(batch))
+    for _, members in itertools.groupby(range(len(batch)), key=lambda i: together[i]):
+        chosen = list(members)
+        alone = [sequence_outputs(model, batch.select(torch.tensor([i])), temperature=temperature) for i in chosen]
+        unit, out = batch.select(torch.tensor(chosen)), TokenOutputs(logprobs=torch.cat([o.logprobs for o in alone]))
+        token_loss, _ = algorithm.loss(unit, out)
+        weighted = unit.loss_weights * token_loss
         weighted.sum().backward()
         loss += float(weighted.detach().double().sum())
         scale += float(weighted.detach().double().abs().sum())
-        outs.append(out)
+        outs += alone
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return Oracle(
         loss=loss,

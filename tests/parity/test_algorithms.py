@@ -1,4 +1,4 @@
-"""Every algorithm through both backends on two processes, against plain transformers autograd, in two splits."""
+"""Every algorithm through both backends on two processes, against plain transformers autograd, in every split."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import pytest
 
 from tests import distributed, tiny
-from tests.numerics.algorithm_cases import ALGORITHMS
 from tests.parity import algorithm_steps, dtensor_steps, oracle
+from tests.parity.algorithm_steps import ALGORITHMS, PLAIN, SPLITS
 
-BACKENDS = ("dtensor", "megatron")
+CASES = [(backend, split) for backend, splits in SPLITS.items() for split in splits]
 pytestmark = pytest.mark.slow
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    return {b: distributed.run("tests.parity.algorithm_steps:every", 2, folder, b)[0] for b in BACKENDS}
+    return {b: distributed.run("tests.parity.algorithm_steps:every", 2, folder, b)[0] for b in SPLITS}
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,8 @@ def wanted(folder):
     }
 
 
-@pytest.mark.parametrize("split", algorithm_steps.MICROBATCHES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "split"), CASES)
 def test_loss_and_every_gradient_equal_autograd(results, wanted, backend, name, split):
     got, want = results[backend][name, split], wanted[name]
     assert oracle.loss_error(got["metrics"]["loss"], want) < 1e-5
@@ -45,7 +44,7 @@ def test_loss_and_every_gradient_equal_autograd(results, wanted, backend, name, 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_split_or_backend_changes_a_metric(results, name):
-    first, *others = [results[b][name, s]["metrics"] for b in BACKENDS for s in algorithm_steps.MICROBATCHES]
+    first, *others = [results[b][name, s]["metrics"] for b, s in CASES]
     first.pop("grad_norm", None)
     for other in others:
         for key, value in first.items():
@@ -56,17 +55,16 @@ def test_the_effective_share_is_that_of_all_weights_together(results):
     made = algorithm_steps.batch("grpo")
     weights = (made.old_logprobs - made.rollout_logprobs)[made.mask].double().exp()
     want = float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
-    for backend in BACKENDS:
-        for split in algorithm_steps.MICROBATCHES:
-            got = results[backend]["grpo", split]["metrics"]["mismatch/effective_sample_share"]
-            assert got == pytest.approx(want, rel=1e-5)
+    for backend, split in CASES:
+        got = results[backend]["grpo", split]["metrics"]["mismatch/effective_sample_share"]
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_finite_and_names_what_it_saw(results, name):
-    for backend in BACKENDS:
-        update = results[backend][name, "packed"]["update"]
+    for backend in SPLITS:
+        update = results[backend][name, PLAIN]["update"]
         assert all(math.isfinite(v) for v in update.values()), update
         assert update["grad_norm"] > 0
-        assert ("mismatch/ratio_max" in update) == (algorithm_steps.PRESETS[name] != "off")
+        assert ("mismatch/ratio_max" in update) == (algorithm_steps.PRESETS.get(name, "off") != "off")
         assert {"mismatch/token_mult_prob_error", "entropy", "loss"} <= set(update)

@@ -25,7 +25,7 @@ METRICS = {
         healthy="0 with one update a step; with several below 0.05, for gspo up to 0.3",
     ),
     "train/kl": Declared(
-        meaning="distance to the reference policy; only with a KL penalty in the loss",
+        meaning="distance to the reference policy; only with a KL penalty",
         formula="k3: exp(d) - 1 - d with d = log(ref / pi)",
         reduce="mean",
         over="tokens",
